@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../nbs/cli.ipynb #7ba64018
-import argparse, errno, gc, io, json, logging, os, re, select, signal, sys, textwrap, threading, warnings
+import argparse, errno, gc, io, json, logging, os, re, signal, sys, threading, warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import leakmel as lm
 from leakmel.core.errors import LeakmelError, UsageError, missing_package, write_error
-from leakmel.core.operation import Operation, Run, add_options, make
+from leakmel.core.operation import Operation, Run, add_options, commands_help, make, with_name
 from leakmel.core.parameters import answer_unknown
-from leakmel.core.progress import line_width, print_error, wrap_text
+from leakmel.core.progress import line_width, own_stream, print_error, wrap_text
 from leakmel.core.threads import machine_error, safe_module_path
 from leakmel.operations import Build, Demo, Join, Scan, Verify
 from leakmel.learn.operations import Evaluate, Nightly, Predict, Retrain, Search, Train
@@ -136,26 +136,6 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}{end} See {self.prog} --help", code="invalid-arguments")
 
 
-def commands_help(
-    names: Sequence[str] = tuple(GROUPS),  # of groups
-) -> str:
-    "Return the help of all commands, or of some groups."
-    lines = ["usage: leakmel COMMAND ..."]
-    for name in names:
-        lines += ["", name]
-        for cls in GROUPS[name]:
-            words = cls.command.words or cls.command.name
-            lines += textwrap.wrap(f"  {words:<18}{cls.__doc__}", line_width(), subsequent_indent=" " * 20)
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "leakmel COMMAND --help: the options that are changed most, and an example; --help-all: every option",
-            "exit status: 0 done, 1 failed or not ok, 2 usage, 3 no space, 128+n on signal n",
-        ]
-    )
-
-
 def _parser(
     first: str = "",  # word of the command line; of a command, the options of the others are left out: they need packages that `doctor` may find missing
 ) -> argparse.ArgumentParser:
@@ -204,32 +184,6 @@ def _raise_signal(number: int, frame: Any) -> None:
     raise Signal(number)
 
 
-class Stream(io.FileIO):
-    "Standard output or standard error; keeps its first error instead of raising it."
-
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            while (
-                n := super().write(data)
-            ) is None:  # a full pipe that the parent process set to non-blocking
-                select.select((), (self,), ())
-            return n
-        except OSError as e:
-            self.error = self.error or e
-            return len(data)
-
-
-def _own_stream(fd: int, text: Any) -> Stream:
-    "Replace `sys.stdout` or `sys.stderr` by one that raises no errors."
-    stream = Stream(fd, "w", closefd=False)
-    how: Any = {"errors": "backslashreplace", "line_buffering": fd == 2 or stream.isatty()}
-    new = io.TextIOWrapper(io.BufferedWriter(stream), getattr(text, "encoding", None), **how)
-    setattr(sys, ("stdin", "stdout", "stderr")[fd], new)
-    return stream
-
-
 def main(
     argv: Sequence[str] | None = None,  # default: the process's arguments
 ) -> int:  # exit status
@@ -240,7 +194,7 @@ def main(
         os.set_inheritable(fd, True)
     os.close(fd)
     sys.stdin = sys.stdin or io.TextIOWrapper(io.FileIO(0, closefd=False))
-    output, _ = _own_stream(1, sys.stdout), _own_stream(2, sys.stderr)
+    output, _ = own_stream(1, sys.stdout), own_stream(2, sys.stderr)
     has_failed = False
     try:
         status, has_failed = _run(sys.argv[1:])
@@ -264,10 +218,10 @@ def _run(words: Sequence[str]) -> tuple[int, bool]:  # exit status, and whether 
         print(FIRST_DAY)
         return 2, False
     if words[0] in ("-h", "--help"):
-        print(commands_help())
+        print(commands_help(GROUPS))
         return 0, False
     if words[0] == "machine" and not {*words[1:]} - {"-h", "--help"}:  # a group without a command of its own
-        print(commands_help(["machine"]))
+        print(commands_help({"machine": GROUPS["machine"]}))
         return 0 if words[1:] else 2, False
     _start_streams()
     args = argparse.Namespace(json="--json" in words)  # where the words cannot be parsed
@@ -346,27 +300,9 @@ def _start_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 # %% ../nbs/cli.ipynb #20f2b3aa
-def _with_name(words: Sequence[str]) -> Sequence[str]:
-    "Return the words with the name of an operation in front; by its old name it is called with a line that tells the new words."
-    first, *rest = words
-    for name, cls in OPERATIONS.items():
-        command, _, second = cls.command.words.partition(" ")
-        if name == first and second:
-            print_error(
-                f"`leakmel {name}` is now `leakmel {cls.command.words}`; the old name works in this release"
-            )
-        if command == first and second in (rest if second.startswith("--") else rest[:1]):
-            return [name, *(word for k, word in enumerate(rest) if k != rest.index(second))]
-    if first == "machine":
-        known = [cls.command.words.split()[1] for cls in GROUPS[first]]
-        text = f"leakmel machine: {answer_unknown(rest[0], known)} See leakmel machine --help"
-        raise UsageError(text, code="invalid-arguments")
-    return words
-
-
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     "Parse the command line; the parser of the command reports unknown options, because it can suggest a similar one."
-    words = _with_name(words)
+    words = with_name(words, GROUPS)
     parser = _parser(next(iter(words), "-"))
     args, unknown = parser.parse_known_args(words)
     if unknown:

@@ -685,7 +685,9 @@ def import_tracks(
         )
     below = cache(_by_stem)
     new: dict[str, Decision] = {}
-    lost, unlabelled, n_same = list[str](), list[str](), 0
+    lost = list[str]()
+    unlabelled = list[str]()
+    n_same = 0
     for track, folder in files:
         root = Path(os.path.abspath(recordings)) if recordings is not None else folder or track.parent
         path = _recording_of(track, root, below(root), is_needed=folder is None)

@@ -310,6 +310,7 @@ _MAX_BATCH = 16_384  # an entry takes several times the memory of its result
 _MANY = 200_000  # recordings after which loading compiled code pays, even if it has to be compiled
 LONGEST_PATH = 4096  # bytes; PATH_MAX of Linux
 LONGEST_NAME = 255  # NAME_MAX
+_SPECIAL = "the entry is not a regular file and was left out"
 _NOT_FOLLOWED = "the link was not followed: it is broken, circular or leads out of the data folder"
 _LISTED = "the folder was not listed again: it is a link, or lies below one, and is listed under another path"
 
@@ -397,17 +398,14 @@ def found_below(
 ) -> tuple[FoundFiles, list[Problem]]:  # in the order of the bytes of the paths
     "Find the recordings below a folder, and entries that are not read; raises DataError, MachineError."
     if isinstance(folder, StorePath):
-        place = b"" if folder == root else os.fsencode(folder.name)
-        return _found_objects(folder, place, on_found, named)
-    real_root = os.path.realpath(os.fsencode(root))
+        return _found_objects(folder, b"" if folder == root else os.fsencode(folder.name), on_found, named)
+    base = os.fsencode(root)
+    real_root = os.path.realpath(base)
     waiting = [os.fsencode(folder)]
     cut = len(waiting[0].rstrip(b"/")) + 1
     links: list[bytes] = []  # to folders, a heap
     found = FoundFiles()
     listed, by_link = set[tuple[int, int]](), False
-
-    def below(path: bytes) -> str:
-        return show_path(os.path.relpath(path, os.fsencode(root)))
 
     def take(entry: os.DirEntry) -> None:
         wanted = is_recording_name(entry.name)
@@ -419,22 +417,22 @@ def found_below(
         except (FileNotFoundError, NotADirectoryError):
             return  # removed while the folder was listed
         if st is None:
-            found.left_out.append(Problem("link", below(entry.path), _NOT_FOLLOWED))
+            found.left_out.append(
+                Problem("link", show_path(os.path.relpath(entry.path, base)), _NOT_FOLLOWED)
+            )
         elif wanted and stat.S_ISREG(st.st_mode):
             found.add(entry.path[cut:], st.st_size, st.st_mtime_ns)
             on_found(1)
         elif stat.S_ISDIR(st.st_mode):
             if is_system_folder(os.fsdecode(entry.name)):
                 if not entry.is_symlink():
-                    found.pass_over(entry.path, os.fsencode(root), named)
+                    found.pass_over(entry.path, base, named)
             elif entry.is_symlink():
                 heappush(links, entry.path)
             else:
                 waiting.append(entry.path)
         elif wanted:
-            found.left_out.append(
-                Problem("special", below(entry.path), "the entry is not a regular file and was left out")
-            )
+            found.left_out.append(Problem("special", show_path(os.path.relpath(entry.path, base)), _SPECIAL))
 
     while waiting or links:
         by_link = by_link or not waiting  # a real folder below `folder` is always listed
@@ -442,7 +440,7 @@ def found_below(
         try:
             here = os.stat(path)
             if (here.st_dev, here.st_ino) in listed and by_link:
-                found.left_out.append(Problem("link", below(path), _LISTED))
+                found.left_out.append(Problem("link", show_path(os.path.relpath(path, base)), _LISTED))
                 continue
             listed.add((here.st_dev, here.st_ino))
             found.folders.append(path[cut:])
@@ -458,7 +456,7 @@ def found_below(
         except OSError as e:
             raise list_error(e, path) from e
     found.sort()
-    return found, found.problems(os.fsencode(root))
+    return found, found.problems(base)
 
 # %% ../../nbs/audio/listing.ipynb #7ce234a3
 DRY = -2  # in place of a label

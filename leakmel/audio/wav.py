@@ -262,7 +262,6 @@ def parse_header(
     if len(head) < 12 or head[:4] not in (b"RIFF", b"RIFX", b"RF64") or head[8:] != b"WAVE":
         raise RecordingError("not_wav", "the file does not start like a WAV file", offset=0)
     container = head[:4].decode()
-    order = ">" if container == "RIFX" else "<"
     seen: dict[bytes, tuple[int, bytes]] = {}  # name -> byte offset of the body, and its first bytes
     size = start = end = fitting = 0
     for name, claimed, at in _chunks(read, container):
@@ -283,7 +282,9 @@ def parse_header(
         if b"fmt " not in seen:
             raise RecordingError("not_wav", "samples before a format chunk", offset=at)
         fmt_start, fmt = seen[b"fmt "]
-        encoding, channels, rate, align, bits = _fmt_fields(fmt, order, fmt_start)
+        encoding, channels, rate, align, bits = _fmt_fields(
+            fmt, ">" if container == "RIFX" else "<", fmt_start
+        )
         start = at + 8
         size = _data_size(claimed, start, n_file, container != "RF64")
         if start + size == n_file:

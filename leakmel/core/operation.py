@@ -9,8 +9,9 @@ __all__ = []
 import argparse
 import dataclasses
 import importlib
+import textwrap
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -18,6 +19,7 @@ from leakmel.core.errors import UsageError
 from leakmel.core.parameters import (
     Kinds,
     add_field_options,
+    answer_unknown,
     count_converter,
     field_choices,
     source_comments,
@@ -25,6 +27,7 @@ from leakmel.core.parameters import (
     option_metavar,
     text_converter,
 )
+from leakmel.core.progress import line_width, print_error
 
 # %% ../../nbs/core/operation.ipynb #c6b6899d
 Texts = tuple[str, ...]  # in a notebook: one text, separated by commas
@@ -321,3 +324,45 @@ def refuse_unused(
     for name, value in options.items():
         if value is not None and value is not False:
             raise UsageError(f"The option {name} has no effect {why}", code="unused-option", remedy=remedy)
+
+# %% ../../nbs/core/operation.ipynb #c0a11e01
+Groups = Mapping[str, tuple[type[Operation], ...]]  # commands by the title of their group
+
+
+def commands_help(
+    groups: Groups,
+) -> str:
+    "Return the help of the commands of some groups."
+    lines = ["usage: leakmel COMMAND ..."]
+    for name, classes in groups.items():
+        lines += ["", name]
+        for cls in classes:
+            words = cls.command.words or cls.command.name
+            lines += textwrap.wrap(f"  {words:<18}{cls.__doc__}", line_width(), subsequent_indent=" " * 20)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "leakmel COMMAND --help: the options that are changed most, and an example; --help-all: every option",
+            "exit status: 0 done, 1 failed or not ok, 2 usage, 3 no space, 128+n on signal n",
+        ]
+    )
+
+
+def with_name(words: Sequence[str], groups: Groups) -> Sequence[str]:
+    "Return the words with the name of an operation in front; by its old name it is called with a line that tells the new words."
+    first, *rest = words
+    for cls in (cls for classes in groups.values() for cls in classes):
+        name = cls.command.name
+        command, _, second = cls.command.words.partition(" ")
+        if name == first and second:
+            print_error(
+                f"`leakmel {name}` is now `leakmel {cls.command.words}`; the old name works in this release"
+            )
+        if command == first and second in (rest if second.startswith("--") else rest[:1]):
+            return [name, *(word for k, word in enumerate(rest) if k != rest.index(second))]
+    if first == "machine":
+        known = [cls.command.words.split()[1] for cls in groups[first]]
+        text = f"leakmel machine: {answer_unknown(rest[0], known)} See leakmel machine --help"
+        raise UsageError(text, code="invalid-arguments")
+    return words

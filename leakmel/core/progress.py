@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/core/progress.ipynb #c70f5dad
-import html, logging, os, sys, textwrap, threading, time
+import html, io, logging, os, select, sys, textwrap, threading, time
 from typing import Any, Self, TextIO
 
 log = logging.getLogger("leakmel")
@@ -286,3 +286,29 @@ def wrap_text(
             )
         lines.append(line)
     return "\n".join(lines)
+
+# %% ../../nbs/core/progress.ipynb #c0a11e02
+class Stream(io.FileIO):
+    "Standard output or standard error; keeps its first error instead of raising it."
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            while (
+                n := super().write(data)
+            ) is None:  # a full pipe that the parent process set to non-blocking
+                select.select((), (self,), ())
+            return n
+        except OSError as e:
+            self.error = self.error or e
+            return len(data)
+
+
+def own_stream(fd: int, text: Any) -> Stream:
+    "Replace `sys.stdout` or `sys.stderr` by one that raises no errors."
+    stream = Stream(fd, "w", closefd=False)
+    how: Any = {"errors": "backslashreplace", "line_buffering": fd == 2 or stream.isatty()}
+    new = io.TextIOWrapper(io.BufferedWriter(stream), getattr(text, "encoding", None), **how)
+    setattr(sys, ("stdin", "stdout", "stderr")[fd], new)
+    return stream

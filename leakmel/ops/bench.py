@@ -557,7 +557,10 @@ def sweep(
     tell: Callable[[int, str], None] = lambda n_done, what: None,
 ) -> tuple[Times, dict[Key, str]]:  # and why trials failed or did not count
     "Run trials in interleaved rounds; store the failures of leakmel and the system, raise other errors."
-    found, failures, longest_s, n_done = {key: list[float]() for key in trials}, dict[Key, str](), 0.0, 0
+    found = {key: list[float]() for key in trials}
+    failures = dict[Key, str]()
+    longest_s = 0.0
+    n_done = 0
     for i in range(rounds):
         order = random.Random(i).sample(list(trials), len(trials))
         for key in sorted(order, key=lambda key: i == 0 and key[0] != DEFAULT):
@@ -650,7 +653,9 @@ def sample_size(
 # %% ../../nbs/ops/bench.ipynb #74100e7e
 def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: str) -> dict[str, Any]:
     "Run all phases and return the figures."
-    pool, notes, states = trials.sample, list[str](), ["cold", "warm"]
+    pool = trials.sample
+    notes = list[str]()
+    states = ["cold", "warm"]
     config = PipelineConfig(device=trials.device)
     spec = decide_spec(trials.spec, [pool.listings[0]]).spec
     engine, _ = open_chosen(trials.engine, spec, len(manifest), root=manifest.root, device=trials.device)

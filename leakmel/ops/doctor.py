@@ -576,7 +576,9 @@ def examine(
     progress: Callable[[int, str], object] = lambda done, title: None,
 ) -> Report:
     "Examine this machine; raises DataError if the folder does not exist."
-    place, began, found = Path(folder or Path.cwd()), time.perf_counter(), list[Check]()
+    place = Path(folder or Path.cwd())
+    began = time.perf_counter()
+    found = list[Check]()
     if not place.is_dir():
         raise DataError(
             "the folder does not exist",

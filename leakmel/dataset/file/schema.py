@@ -515,7 +515,9 @@ def _why_unsafe(name: str, item: h5py.Dataset, size: int) -> str:
         return f"{name} has no shape"
     if item.is_virtual or item.external:
         return f"{name} is stored in other files"
-    n_stored, n_bytes, chunks = item.id.get_storage_size(), item.nbytes, item.chunks
+    n_stored = item.id.get_storage_size()
+    n_bytes = item.nbytes
+    chunks = item.chunks
     plist = item.id.get_create_plist()
     filters = {plist.get_filter(k)[0] for k in range(plist.get_nfilters())}
     packed = MAX_COMPRESSION if chunks and filters else 1

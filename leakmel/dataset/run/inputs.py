@@ -601,10 +601,11 @@ def propose_build(
         s = decision.spec
         reason = f"{s.sample_rate:,} Hz, {s.duration_s:g} s, {decision.reason}; {decision.changes_text}"
         if not decision.has_majority:
-            given = {name: value for name, value in dict(spec or {}).items() if value is not None}
+            settings = spec if isinstance(spec, dict) else {}
+            given = {name: value for name, value in settings.items() if value is not None}
             taken = {"sample_rate": s.sample_rate, "duration_s": s.duration_s}
-            options = _options_of(_long_enough(decision.headers, given), given)
-            alternatives = [text for text, new in options.items() if not new.items() <= taken.items()]
+            ways = _options_of(_long_enough(decision.headers, given), given)
+            alternatives = [text for text, new in ways.items() if not new.items() <= taken.items()]
         if manifest.content is None:  # else the problems of the content name them
             cautions += _tied_headers(decision, [show_path(name) for name in manifest.label_names])
     except UnicodeDecodeError:

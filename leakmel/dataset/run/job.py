@@ -336,7 +336,10 @@ class Job:
         self.copies.close()
         if self.is_closed:
             return 0
-        journal, self.journal, self.is_closed, n_kept = self.journal, None, True, 0
+        journal = self.journal
+        self.journal = None
+        self.is_closed = True
+        n_kept = 0
         if journal is not None:
             if (
                 keep and not self.file.is_packed

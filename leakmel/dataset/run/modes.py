@@ -229,7 +229,9 @@ class CachedReader:
 
     def _warn(self, what: str) -> None:
         "Log once that recordings are read from their files."
-        path, was_warned, self._warned = self.cache.path, self._warned, True
+        path = self.cache.path
+        was_warned = self._warned
+        self._warned = True
         until = ""
         if path is not None:
             command = f"leakmel cache clear --cache-dir {quote(show_path(path.parent))}"
@@ -333,7 +335,9 @@ def open_cache(
     progress: str,
 ) -> tuple[SampleCache, bool]:  # the file is open; whether it was made now
     "Open the cache file of a listing, or create it. Raises OutputError, SpaceError, and errors of `load`."
-    listing, n_samples, key = reader.listing, reader.spec.n_samples, cache_key(reader.listing, reader.spec)
+    listing = reader.listing
+    n_samples = reader.spec.n_samples
+    key = cache_key(reader.listing, reader.spec)
     path = cache_path(cache_folder(config.cache_dir), listing.split, key)
     partial = path.with_name(f".{path.name}.partial")
     n_bytes = len(listing) * (2 * n_samples + 200)

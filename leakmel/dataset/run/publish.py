@@ -311,7 +311,9 @@ def read_ahead_for_check(
 ) -> None:
     "Compute the expected rows of the verification sample and the columns of names, job by job."
     for job in jobs:
-        check, labels, sources = _n_checked(run, job), job.listing.label_ids, job.sources
+        check = _n_checked(run, job)
+        labels = job.listing.label_ids
+        sources = job.sources
         if stopped() or not check or sources is None:
             break  # None: another publisher has finished the job
         edges = _edges(run, job, np.arange(len(labels)))

@@ -333,12 +333,12 @@ def evaluation_answer(e: Evaluation) -> list[str]:  # at most five lines
     counts, by = e.detector.counts, e.groups.by
     n_leaks, n_quiet = counts.true_leak + counts.missed_leak, counts.false_alarm + counts.true_normal
     found = f"of {n_leaks:,} leaks found {counts.true_leak:,}; of {n_quiet:,} others {counts.false_alarm:,} false alarms"
-    answers = {None: "not known, no baseline was compared"}
+    answers: dict[str, str] = {}
     for title, d in e.verdict.against:
         better = "yes" if d.is_better else "no, it is worse" if d.is_worse else "not shown"
         answers[title] = better if d.interval.known else f"cannot be told ({d.interval.note})"
-    level = next((v for title, v in answers.items() if title == BASELINE_TITLES["level"]), answers[None])
-    others = [title for title, v in answers.items() if title and v != "yes"]
+    level = answers.get(BASELINE_TITLES["level"], "not known, no baseline was compared")
+    others = [title for title, answer in answers.items() if answer != "yes"]
     truth = e.table["leak"].to_numpy(bool)
     held = min(len(np.unique(e.groups.code[own])) for own in (truth, ~truth))
     new = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}{e.detector.intervals['balanced_accuracy'].in_brackets('.2f')}"

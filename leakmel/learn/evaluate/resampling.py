@@ -430,7 +430,9 @@ def open_resampling(
     for what, value, least in (("n_folds", n_folds, 2), ("seeds", seeds, 1), ("jobs", jobs, 1)):
         if value is not None and value < least:
             raise UsageError(f"{what} must be at least {least}", code="usage", found=value)
-    settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
+    settings = settings or TrainSettings()
+    began = time.perf_counter()
+    on = pick_device(device)
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
     title = name.replace("_", "-")
