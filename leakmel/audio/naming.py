@@ -46,13 +46,14 @@ def split_name(
 
 # %% ../../nbs/audio/naming.ipynb #07094184
 _TIME = re.compile(
-    # date and time of day; AudioMoth writes a T behind the time of a triggered recording, Song Meter a $ before it
-    r"(\d{4})([-_.]?)(\d\d)\2(\d\d)[-_T $](\d\d)(?:([-_.:]?)(\d\d)\6(\d\d)|:(\d\d))T?"
+    # date and time of day, also without seconds; AudioMoth writes a T behind the time of a triggered recording, Song Meter a $ before it
+    r"(\d{4})([-_.]?)(\d\d)\2(\d\d)[-_T $](\d\d)(?:([-_.:]?)(\d\d)\6(\d\d)|[-_.:]?(\d\d))T?"
     # fractions of a second, and the zone
     r"(?:[.,](\d{1,6})|[-_](\d{3}))?(Z|[+-]\d\d:?\d\d)?",
     re.ASCII,
 )
 _TIME_IN_NAME = re.compile(rf"(?<![0-9A-Za-z]){_TIME.pattern}(?![0-9A-Za-z])", re.ASCII)
+_DATE = re.compile(r"(\d{4})([-_.]?)(\d\d)\2(\d\d)", re.ASCII)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
 
 
@@ -69,24 +70,32 @@ def _iso(m: re.Match | None) -> str:
         return ""
 
 
-def whole_time(
+def clock_time(
     text: str,
 ) -> str:  # ISO 8601, with a zone where the text has one; empty if the text is not a date and time
     "A time that is the whole text, in ISO 8601."
     return _iso(_TIME.fullmatch(text)) if len(text) <= 40 else ""
 
 
+def whole_time(
+    text: str,
+) -> str:  # as `clock_time`
+    "A time or a date that is the whole text, in ISO 8601; a date is its first second."
+    date = _DATE.fullmatch(text)
+    return clock_time(f"{date[1]}{date[3]}{date[4]}_000000" if date else text)
+
+
 def iso_time(
     text: str,  # a time as in TIME_FORMS, or a name with one such time of the years 1900 to 2099
 ) -> str:  # ISO 8601, with a zone where the text has one; empty if there is no time, or more than one
     "A time as loggers and tables write it, in ISO 8601."
-    if time := whole_time(text):
+    if time := clock_time(text):
         return time
     found = list(_TIME_IN_NAME.finditer(text)) if len(text) <= 255 else []
     return _iso(found[0]) if len(found) == 1 and found[0][1][:2] in ("19", "20") else ""
 
 
-TIME_FORMS = "20251110_020000, 20251110T020000, 2025-11-10_02-00-00 or 2025-11-10T02:00:00, with milliseconds (_123, .123) and a zone (Z, +0100) or without"
+TIME_FORMS = "20251110_020000, 20251110_0200, 20251110, 20251110T020000, 2025-11-10_02-00-00 or 2025-11-10T02:00:00, with milliseconds (_123, .123) and a zone (Z, +0100) or without"
 
 
 @lru_cache(4096)
@@ -267,9 +276,10 @@ def pattern_tokens(
 
 # %% ../../nbs/audio/naming.ipynb #598ac380
 # fields that accept only some texts: characters of the longest, and what says whether a text is one
-_TYPED_FIELDS: dict[str, tuple[int, Callable[[str], object]]] = {
+_Typed = dict[str, tuple[int, Callable[[str], object]]]
+_TYPED_FIELDS: _Typed = {
     "split": (64, split_name),
-    "start_time": (40, whole_time),
+    "start_time": (40, clock_time),
     "gain": (64, lambda value: not math.isnan(number_in(value))),
 }
 _MAX_STEPS = 30_000  # of all attempts to match one path
@@ -292,10 +302,19 @@ def _plans(pattern: str) -> list[list[_Step]]:  # raises UsageError
     tokens = pattern_tokens(pattern)
     texts = [value if kind == "text" else "" for kind, value in (*tokens[1:], ("", ""))]
     plans = []
-    for given_up in ((), ("gain",), ("start_time",), ("start_time", "gain")):
-        if not {("field", name) for name in given_up} <= {*tokens}:
+    dates: _Typed = {"start_time": (40, whole_time)}  # without a time of day
+    for given_up, accepted in (
+        ((), {}),
+        ((), dates),
+        (("gain",), {}),
+        (("gain",), dates),
+        (("start_time",), {}),
+        (("start_time", "gain"), {}),
+    ):
+        if not {("field", name) for name in (*given_up, *accepted)} <= {*tokens}:
             continue
-        typed = [_TYPED_FIELDS.get(v) if k == "field" and v not in given_up else None for k, v in tokens]
+        known = _TYPED_FIELDS | accepted
+        typed = [known.get(v) if k == "field" and v not in given_up else None for k, v in tokens]
         is_free = ["/" not in text and not any(typed[k : k + 3]) for k, text in enumerate(texts)]
         plans.append(
             [
@@ -358,6 +377,38 @@ def match_pattern(
             return {s.value: path[a:b] for s, (a, b) in found if s.kind == "field" and s.value != "*"}
     return None
 
+# %% ../../nbs/audio/naming.ipynb #90e55001
+_GUESSES = (
+    *(f"{{**}}/{{sensor}}{mark}{{start_time}}" for mark in "_- "),
+    "{**}/{sensor}/{start_time}",
+    "{**}/{sensor}/{*}_{start_time}",
+    "{**}/{sensor}_{start_time}_{*}",
+    "{**}/{sensor}/{start_time}_{*}",
+    *(f"{{**}}/{{start_time}}{mark}{{sensor}}" for mark in "_-/"),
+)
+_MAX_GUESSED = 2000  # paths
+
+
+def guess_pattern(
+    paths: Sequence[bytes],  # relative
+) -> str:  # empty: no pattern fits all of them
+    "Guess the pattern by which each path has a sensor and a time; one that gives several sensors is preferred."
+    texts = [os.path.splitext(os.fsdecode(path))[0] for path in paths[:: 1 + len(paths) // _MAX_GUESSED]]
+    found = dict[str, int]()  # pattern -> sensors
+    for pattern in _GUESSES if texts else ():
+        sensors = set[str]()
+        for text in texts:
+            fields = match_pattern(pattern, text) or {}
+            # behind a date, digits are rather a time of day
+            is_number = pattern.endswith("{sensor}") and fields.get("sensor", "").isdigit()
+            if is_number or not whole_time(fields.get("start_time", "")):
+                break
+            sensors.add(fields["sensor"])
+        else:
+            found[pattern] = len(sensors)
+    several = (pattern for pattern, n in found.items() if n > 1)
+    return next(several, next(iter(found), ""))
+
 # %% ../../nbs/audio/naming.ipynb #60bf21a9
 _FORMS = {"start_time": f"times are read like {TIME_FORMS}", "gain": "a gain is a number"}
 
@@ -417,7 +468,7 @@ class Naming:
         parts = NameParts(
             values.get("sensor", ""),
             values.get("recording", ""),
-            iso_time(values.get("start_time", "")),
+            whole_time(values.get("start_time", "")) or iso_time(values.get("start_time", "")),
             number_in(values.get("gain", "")),
             values.get("session", ""),
             values.get("folder", "/".join(text.split("/")[1:-1]) if has_folders else ""),

@@ -77,14 +77,14 @@ def lengths(walk: Walk) -> None:
 
 
 def table(walk: Walk) -> None:
-    "A table of German Excel: semicolons, Windows-1252, decimal commas, other names of columns."
+    "A table of German Excel: semicolons, a mark of UTF-8, decimal commas, other names of columns."
     rows = [("Datei", "Zustand", "Schacht", "Pegel")]
     for k in range(40):
         put(walk.folder / "messung" / f"Aufnahme {k:03d}.wav", k % 2 == 0, k, k // 2 % 10)
         rows.append(
             (f"Aufnahme {k:03d}.wav", ("Leck", "kein Leck")[k % 2], f"Schächte {k // 2 % 10}", f"0,{k}")
         )
-    with open(walk.folder / "liste.csv", "w", encoding="cp1252", newline="") as file:
+    with open(walk.folder / "liste.csv", "w", encoding="utf-8-sig", newline="") as file:
         csv.writer(file, delimiter=";").writerows(rows)
     names = "--table liste.csv --columns path=Datei,label=Zustand,sensor=Schacht"
     said = walk.to_a_detector(f"leakmel scan messung {names}")

@@ -439,7 +439,7 @@ def sensor_table(
         recordings = (*best.get(s, _NONE)[:2], *loudest.get(s, _NONE)[::2])
         rows.append(_row(s, own, visits.get(s, ""), reason, sensor_health(own, last), recordings))
     places = {"evidence": 0, "high from the start": 1, "audit": 2, "": 3}
-    rows.sort(key=lambda r: (places[r.visit], -r.evidence, r.sensor))
+    rows.sort(key=lambda r: (places[r.visit], -r.evidence, -(r.score or 0.0), r.sensor))
     return [replace(r, rank=k) for k, r in enumerate(rows, 1)]
 
 

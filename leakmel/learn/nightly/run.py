@@ -21,8 +21,8 @@ import numpy as np
 
 import leakmel
 from leakmel.audio.listing import Listing
-from leakmel.audio.manifest import Manifest
-from leakmel.audio.naming import TIME_FORMS, NameParts, pattern_tokens
+from leakmel.audio.manifest import Manifest, scan
+from leakmel.audio.naming import TIME_FORMS, NameParts, guess_pattern, pattern_tokens
 from leakmel.audio.problems import twin_problems
 from leakmel.audio.synth import wav_bytes
 from leakmel.audio.tables import has_columns, table_number
@@ -314,6 +314,11 @@ class NightlyRun:
         return tuple(r for r in self.sensors if r.visit in LISTED)
 
     @property
+    def not_sure(self) -> tuple[SensorRow, ...]:
+        "Sensors whose last score is at least 0.5, without enough evidence for a visit."
+        return tuple(r for r in self.sensors if r.visit not in LISTED and (r.score or 0.0) >= 0.5)
+
+    @property
     def headline(self) -> str:
         "How many sensors are to be visited, and why."
         n = sum(r.visit == "audit" for r in self.sensors)
@@ -374,6 +379,10 @@ class NightlyRun:
         codes = Counter(r.code for r in self.rejected).most_common()
         first = {r.code: show_path(r.path) for r in reversed(self.rejected)}
         ill = [r for r in self.sensors if r.health != "ok"]
+        unsure = sorted(self.not_sure, key=lambda r: -(r.score or 0.0))
+        high = ", ".join(
+            f"{r.sensor} {r.score:.2f} ({plural(r.nights, 'night')})" for r in unsure[:MAX_NAMED]
+        )
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
@@ -387,6 +396,7 @@ class NightlyRun:
                 *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
                 *(f"  {text}" for text in self.warnings),
                 *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
+                *[f"  high scores, too few nights to be sure ({len(unsure):,}): {high}"] * bool(unsure),
                 *(f"  check the logger {r.sensor}: {r.health}" for r in ill[:MAX_NAMED]),
                 *[f"  and {len(ill) - MAX_NAMED:,} more loggers to check"] * (len(ill) > MAX_NAMED),
                 f"tables in {show_path(self.state)}",
@@ -807,10 +817,18 @@ def nightly(
                 expected=known,
                 remedy="use that model, or a new state folder: recordings that are still in the folder are then scored again",
             )
+        pattern = history.meta("pattern") or ""  # of the names, guessed by the first run
+        if manifest is None and not any(name.sensor for *_, name in files.found.values()):
+            pattern = pattern or guess_pattern(list(files.found))
+        if manifest is None and pattern:
+            manifest = scan(folder, pattern=pattern, with_labels=False, progress=progress)
+            files = _find(folder, manifest, progress)
         _sort_files(history, files)
         read_new(files, detector, history, device, progress)
         history.begin()
         history.set_meta("model", digest)
+        if pattern:
+            history.set_meta("pattern", pattern)
         used, ignored = _sort_visits(history, files.entries, visits)
         added = record_run(history, files.entries, rule, used)
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
@@ -829,7 +847,7 @@ def nightly(
             sensors=tuple(rows),
             drift=drift_of(history, stored_reference(history)),
             curves=_curves(history, rows),
-            notes=(*_notes(files), *ignored),
+            notes=(*[f"names are read by the pattern {pattern!r}"] * bool(pattern), *_notes(files), *ignored),
         )
         clips = _clips(rows, files.paths, done.folder, detector)
         write_tables(done, visits_page(done, clips, _places(rows, manifest)))
