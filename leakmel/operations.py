@@ -314,7 +314,7 @@ class Build(WithFeatures):
     mode: Literal["auto", "stream", "preload", "memmap"] = option("auto", metavar="NAME")
     # rows to recompute in float64 before publishing, or all
     check: int | None = option(64, none="all")
-    # build only part I of N, for example one job of a Slurm array; leakmel join makes the data set of all parts
+    # build only part I of N, for example one job of a Slurm array; leakmel build --join makes the data set of all parts
     part: str | None = option(None, metavar="I/N", command_only=True)
     # build on a Dask cluster, for example tls://head:8786; all its workers reach the recordings and --out
     cluster: str | None = option(None, metavar="ADDRESS", command_only=True)
@@ -330,7 +330,7 @@ class Build(WithFeatures):
     analysis: Literal["auto", "full", "none"] = option("auto", metavar="NAME")
     # also write results and figures as one HTML file: FILE.report.html, with --split all report.html in the folder
     report: bool = option(False, command_only=True)
-    # ignore the speed settings that `leakmel tune` measured on this machine
+    # ignore the speed settings that `leakmel machine tune` measured on this machine
     tuned: bool = True
     # speed, and rejected files: no effect on the rows
     speed: Mapping[str, Any] = option(of="PipelineConfig", has_defaults=True)
@@ -489,7 +489,7 @@ class Build(WithFeatures):
             "--analysis": self.analysis == "full",
             "--check": self.check != 64,
         }
-        remedy = "build the parts of one split, and join them with leakmel join"
+        remedy = "build the parts of one split, and join them with leakmel build --join"
         refuse_unused(unused, "together with --part", remedy)
         root: Any = self.data_root
         out: Any = self.out
@@ -502,7 +502,7 @@ class Build(WithFeatures):
         if made.path.suffix == ".empty":
             why = "because there are more parts than recordings"
             what += f", {'none of which can be used' if made.found else why}"
-        next_command = f"When all parts are built: leakmel join {quote(show_path(out))}"
+        next_command = f"When all parts are built: leakmel build --join {quote(show_path(out))}"
         text = f"part {made.number} of {made.n_parts}: {what}: {show_path(made.path)}\n{next_command}"
         body = {name: value for name, value in vars(made).items() if name != "lane"}
         return Outcome(made, body | {"path": show_path(made.path)}, text)

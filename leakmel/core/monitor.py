@@ -225,7 +225,9 @@ def free_memory(
         import psutil
 
         free = int(psutil.virtual_memory().available)
-    except ImportError:  # `leakmel doctor` works without it; the page cache is not counted as free here
+    except (
+        ImportError
+    ):  # `leakmel machine doctor` works without it; the page cache is not counted as free here
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     room = cgroup_free_bytes(root, own)
     return free if room is None else min(free, room)

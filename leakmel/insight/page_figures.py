@@ -31,7 +31,7 @@ _FIGURE = """<div data-figure="{name}" class="plotly-figure" style="height:{heig
     Promise.resolve(window.Plotly || (window.leakmelPlotly && window.leakmelPlotly())).then(function (plotly) {{
       document.querySelectorAll("[data-figure='{name}']").forEach(function (place) {{
         if (plotly) plotly.newPlot(place, figure.data, figure.layout, {{responsive: true, displaylogo: false}});
-        else place.textContent = "The script that draws this figure is missing. Run the notebook again, or write a page by leakmel page NOTEBOOK.";
+        else place.textContent = "The script that draws this figure is missing. Run the notebook again, or write a page by leakmel export --page NOTEBOOK.";
       }});
     }});
   }}
@@ -169,7 +169,7 @@ def notebook_page(
             "the notebook has no outputs",
             code="not-executed",
             path=path,
-            remedy=f"run it first: papermill {shlex.quote(show_path(source))} out.ipynb, then leakmel page out.ipynb",
+            remedy=f"run it first: papermill {shlex.quote(show_path(source))} out.ipynb, then leakmel export --page out.ipynb",
         )
     about = {"metadata": {"name": source.stem, "path": str(source.parent)}}
     exporter = HTMLExporter(embed_images=True, **dict.fromkeys(_SCRIPTS, ""))

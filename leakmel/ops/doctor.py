@@ -558,7 +558,7 @@ def check_line(key: str, folder: Path) -> Check:
     except Exception as e:
         is_absent = isinstance(e, ImportError) or getattr(e, "code", "") in ("engine-missing", "no-device")
         found = "not measured: " + f"{type(e).__name__}: {e}".rstrip(": ")
-        advice = "Correct the cause that the error names, then run leakmel doctor again"
+        advice = "Correct the cause that the error names, then run leakmel machine doctor again"
         if is_absent and not line.needed:
             advice = "Nothing is wrong unless you want to use it"
         return Check(key, line.title, "missing" if is_absent else "warn", found, advice, line.needed)

@@ -234,7 +234,9 @@ class Labels(Operation):
             raise UsageError(
                 f"labels {self.what} needs {'label tracks and a table' if is_import else 'one table and a folder'}",
                 code="invalid-arguments",
-                expected=self.command.example if is_import else "leakmel labels export labels.csv --to DIR",
+                expected=self.command.example
+                if is_import
+                else "leakmel export --labels export labels.csv --to DIR",
             )
         made: Any
         if is_import:
@@ -318,9 +320,9 @@ class Review(Operation):
     folder: str = option(positional=True)
     # detector: model.pt from leakmel train, the folder of a training, or the folder of retraining rounds (its champion) (default: no scores)
     model: str | None = option(None, metavar="FILE")
-    # table of leakmel predict or leakmel suggest, or cross_validation.csv (repeat for several)
+    # table of leakmel predict or leakmel review --suggest, or cross_validation.csv (repeat for several)
     scores: Texts = option((), metavar="FILE", several=True)
-    # recordings to begin with: suggested (by leakmel suggest), errors (worst errors of the cross-validation), threshold (near it), kinds (of detectors
+    # recordings to begin with: suggested (by leakmel review --suggest), errors (worst errors of the cross-validation), threshold (near it), kinds (of detectors
     # that disagree), random, duplicates (with different labels), level (suspicious or silent) or disagreements (of people) (default: as the scores allow)
     queue: _QUEUES | None = option(None, metavar="NAME")
     # recordings in a queue
@@ -356,7 +358,7 @@ class Review(Operation):
             kinds.add("predictions")
         needs = {
             "errors": ("held out", "--scores cross_validation.csv"),
-            "suggested": ("suggestions", "--scores with the table of leakmel suggest"),
+            "suggested": ("suggestions", "--scores with the table of leakmel review --suggest"),
             "threshold": ("predictions", "--model, or --scores with a table of leakmel predict"),
         }
         kind, expected = needs.get(self.queue or "", ("", ""))
@@ -415,7 +417,7 @@ class Similar(_Embedding):
 
     # recording to compare with the others
     file: str = option(positional=True)
-    # data set, folder of recordings in any subfolders, or file of leakmel embed
+    # data set, folder of recordings in any subfolders, or file of leakmel similar --store
     among: str = option(name="in", metavar="PLACE")
     # recordings to find
     n: int = 10
@@ -594,7 +596,7 @@ class Export(Operation):
         refuse_unused(
             {"--license": self.license, "--to": self.to},
             "together with --onnx",
-            "leave it out; leakmel card states the licence of a detector",
+            "leave it out; leakmel export --card states the licence of a detector",
         )
         if self.recordings is None:
             refuse_unused(

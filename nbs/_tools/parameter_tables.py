@@ -17,7 +17,7 @@ OF_BUILD: list[tuple[str, object, str]] = [
     ("columns", "", "columns of the table that have other names, for example `sensor=pipe,recording=file`"),
     ("labels", None, "table of labels by people (labels.csv), which replace those of folders and tables"),
     ("mode", "auto", "how recordings are read: auto, stream, preload or memmap"),
-    ("tuned", True, "use the settings that `leakmel tune` measured for this folder on this machine"),
+    ("tuned", True, "use the settings that `leakmel machine tune` measured for this folder on this machine"),
 ]
 
 

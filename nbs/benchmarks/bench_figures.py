@@ -1,4 +1,4 @@
-"""The records of `leakmel bench` as figures: one for each suite, and the chart of the front page."""
+"""The records of `leakmel machine bench` as figures: one for each suite, and the chart of the front page."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,7 +168,7 @@ def missing_figure(what: str) -> "go.Figure":
         [""],
         [Panel("", [Bars("", TEXT_COLOUR, [None], [""])])],
         f"{what}: {NOT_MEASURED}",
-        "leakmel bench measures a machine",
+        "leakmel machine bench measures a machine",
     )
     fig.update_xaxes(visible=False)
     return fig.update_yaxes(visible=False).update_layout(height=110)

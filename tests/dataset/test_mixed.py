@@ -177,7 +177,7 @@ def test_recordings_without_a_majority_build_or_have_proposals(
     kinds = NO_MAJORITY.get(name, TOO_DIFFERENT)
     caplog.clear()
     write_mixed(lambda label, i: root / label / f"{i}.wav", kinds)
-    assert main(["doctor", str(root)]) == 0
+    assert main(["machine", "doctor", str(root)]) == 0
     status = main(["build", str(root), "--out", "x.h5", "--engine", "reference", "--check", "1"])
     text = capsys.readouterr().err
     proposal = propose_build(scan(root, **QUIET), str(root))

@@ -578,7 +578,7 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 
 def test_list_and_clear_by_command(tmp_path, mixed, own_cache, capsys):
     def run(*words):
-        assert main(["cache", *words]) == 0
+        assert main(["machine", "cache", *words]) == 0
         said = capsys.readouterr().out
         return json.loads(said) if "--json" in words else said
 
@@ -706,7 +706,7 @@ def test_damaged_and_touched_rows_are_read_again_until_the_cache_is_cleared(
         again = build(mixed, tmp_path / "x.h5", "memmap")
         assert "loaded" in again.summary["mode_lines"][1]
         assert again.path.read_bytes() == plain
-        assert "until leakmel cache clear --cache-dir" in caplog.text
+        assert "until leakmel machine cache clear --cache-dir" in caplog.text
     clear_cache()
     assert "created" in build(mixed, tmp_path / "x.h5", "memmap").summary["mode_lines"][1]
 

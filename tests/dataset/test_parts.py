@@ -293,9 +293,9 @@ def test_a_joined_data_set_may_be_joined_again(demo, whole, tmp_path, capfd, kee
         assert all(name.startswith("mode_") for name in missing)
         assert set(again.summary) <= set(first.summary)
     capfd.readouterr()
-    assert main(["join", str(target), "--quiet", "--json", *["--keep-parts"] * keep_parts]) == 0
+    assert main(["build", "--join", str(target), "--quiet", "--json", *["--keep-parts"] * keep_parts]) == 0
     assert set(json.loads(capfd.readouterr().out)) == {*again.summary, "ok", "exit_status"}
-    assert main(["join", str(target), "--quiet", *["--keep-parts"] * keep_parts]) == 0
+    assert main(["build", "--join", str(target), "--quiet", *["--keep-parts"] * keep_parts]) == 0
     assert "nothing to do" in capfd.readouterr().out
     shutil.rmtree(parts_folder(target), ignore_errors=True)
     new = next((root / "TRAINING").rglob("*.wav"))
@@ -905,7 +905,7 @@ def test_a_changed_recording_in_the_sample_of_the_join_costs_no_other_row(tmp_pa
     around_the_parts(monkeypatch, lambda: None, lambda: path.write_bytes(other.read_bytes()))
     with raises("recordings-changed", DataError) as e:
         on_a_thread(tmp_path / "d", tmp_path / "x.h5", check=None)
-    assert f"leakmel join {tmp_path / 'x.h5'}" in e.value.remedy
+    assert f"leakmel build --join {tmp_path / 'x.h5'}" in e.value.remedy
     made = join(tmp_path / "x.h5", progress="none")
     assert made.summary["resumed_rows"] == made.rows - 1 == made.found - 1
     assert made.path.read_bytes() == built(tmp_path / "d", tmp_path / "y.h5")
@@ -1213,17 +1213,17 @@ def test_command_line(demo, whole, tmp_path, capsys):
     assert "complete before" not in capsys.readouterr().out
     assert main([*common, "--listing", str(listing), "--part", "1/2"]) == 0
     assert "complete before" in capsys.readouterr().out
-    assert main(["join", str(out), "--quiet", "--json"]) == 0
+    assert main(["build", "--join", str(out), "--quiet", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["parts"] == 2
     assert body["rows"] + body["rejected"] == body["found"]
     assert out.read_bytes() == whole
     assert main([*common, "--part", "1/2", "--fresh"]) == 2
     assert main([*common, "--part", "1/2", "--analysis", "full"]) == 2
-    assert main(["join", str(out), "--quiet"]) == 0
+    assert main(["build", "--join", str(out), "--quiet"]) == 0
     assert "nothing to do" in capsys.readouterr().out
     out.unlink()
-    assert main(["join", str(out), "--quiet"]) == 1
+    assert main(["build", "--join", str(out), "--quiet"]) == 1
     assert re.search("no parts", capsys.readouterr().err)
 
 

@@ -100,9 +100,9 @@ def test_a_page_never_replaces_a_notebook(tmp_path):
 
 def test_page_command_prints_the_path(tmp_path, capsys):
     path = executed(tmp_path / "name with blanks.ipynb", {PLOTLY: BARS})
-    assert main(["page", str(path)]) == 0
+    assert main(["export", "--page", str(path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "name with blanks.html")
-    assert main(["page", str(tmp_path / "none.ipynb")]) == 1
+    assert main(["export", "--page", str(tmp_path / "none.ipynb")]) == 1
     assert "none.ipynb" in capsys.readouterr().err
 
 
@@ -112,7 +112,7 @@ import sys
 sys.modules["nbconvert"] = None
 from leakmel.audio.synth import write_demo
 from leakmel.cli import main
-raise SystemExit(main(["page", {str(tmp_path / "x.ipynb")!r}]))
+raise SystemExit(main(["export", "--page", {str(tmp_path / "x.ipynb")!r}]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

@@ -243,7 +243,7 @@ def test_an_evaluation_keeps_the_licence(small_sets: Path, tmp_path: Path) -> No
     settings = lm.TrainSettings(detector="spectral")
     sets = [small_sets / f"{name}_DATASET.H5" for name in ("TRAINING", "TESTING")]
     lm.train(sets[0], out=tmp_path, settings=settings, device="cpu", progress=False)
-    assert main(["card", str(tmp_path), "--license", "MIT", "--quiet"]) == 0
+    assert main(["export", "--card", str(tmp_path), "--license", "MIT", "--quiet"]) == 0
     assert main(["evaluate", str(sets[1]), "--model", str(tmp_path), "--draws", "100", "--quiet"]) == 0
     digest = hashlib.sha256((tmp_path / "model.pt").read_bytes()).hexdigest()
     card = (tmp_path / "model_card.md").read_text()
@@ -285,7 +285,7 @@ def test_options_that_would_be_ignored_are_refused(
 
 def test_commands(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = [str(small_sets / "VALIDATION_DATASET.H5"), "--out", str(tmp_path / "a"), "--license", "MIT"]
-    assert main(["card", *words, "--json"]) == 0
+    assert main(["export", "--card", *words, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert Path(body["card"]).is_file()
     assert (Path(body["metadata"]).is_file(), body["license"]) == (True, "MIT")
@@ -396,7 +396,7 @@ def test_history_as_parquet(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert len(found.fetchall()) == 5000
     with raises("no-such-file", DataError):
         lm.export_history(tmp_path / "out", out=tmp_path / "out2")
-    assert main(["card", str(tmp_path / "state"), "--json"]) == 2
+    assert main(["export", "--card", str(tmp_path / "state"), "--json"]) == 2
     assert "the history of nightly runs, which has no card" in json.loads(capsys.readouterr().out)["error"]
     assert (
         main(

@@ -365,7 +365,7 @@ def test_options_that_would_be_ignored_are_refused(folder, built, spectral, tmp_
 def test_commands(folder, tmp_path, capsys):
     features = ["--duration-s", "1"]
     words = [*features, "--json"]
-    assert main(["embed", str(folder), "--out", str(tmp_path / "e.npz"), *words]) == 0
+    assert main(["similar", "--store", str(folder), "--out", str(tmp_path / "e.npz"), *words]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["recordings"] == 17
     assert body["values"] == 128

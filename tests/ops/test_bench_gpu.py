@@ -152,7 +152,7 @@ def test_missing_device_reports_a_remedy(tmp_path, monkeypatch):
 
 def test_the_command_names_the_scripts_of_suites_that_moved(tmp_path, capsys):
     for suite_name in ("gpu", "train"):
-        assert main(["bench", str(tmp_path / "work"), "--suite", suite_name]) == 2
+        assert main(["machine", "bench", str(tmp_path / "work"), "--suite", suite_name]) == 2
         assert f"nbs/benchmarks/bench_{suite_name}.py WORK" in capsys.readouterr().err
         assert (ROOT / "nbs" / "benchmarks" / f"bench_{suite_name}.py").is_file()
 

@@ -1,4 +1,4 @@
-"`leakmel doctor`: each kind of bad finding by a fault that is planted, the parity of every engine, one JSON object, no leftovers."
+"`leakmel machine doctor`: each kind of bad finding by a fault that is planted, the parity of every engine, one JSON object, no leftovers."
 
 import errno
 import fcntl
@@ -174,7 +174,7 @@ CODE = """
 import sys
 for name in ("numpy", "h5py", "torch", "pandas", "psutil", "numba", "pynvml", "tqdm"): sys.modules[name] = None
 from leakmel.cli import main
-sys.exit(main(["doctor", sys.argv[1], "--json"]))
+sys.exit(main(["machine", "doctor", sys.argv[1], "--json"]))
 """
 
 
@@ -430,7 +430,7 @@ class Shifted(cpu_engine.CpuEngine):
 
 def test_an_engine_whose_parity_is_off_blocks(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cpu_engine, "CpuEngine", Shifted)
-    assert main(["doctor", os.fspath(tmp_path), "--json"]) == 1
+    assert main(["machine", "doctor", os.fspath(tmp_path), "--json"]) == 1
     body = json.loads(capsys.readouterr().out)
     check = next(c for c in body["checks"] if c["key"] == "engine_cpu")
     assert (check["status"], check["blocks"], body["ready"]) == ("warn", True, False)
@@ -475,18 +475,18 @@ def test_parity_asks_every_device():
 
 def test_command_prints_the_report(demo, whole, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda folder, progress=None: whole)
-    assert main(["doctor", os.fspath(demo), "--quiet"]) == 0
+    assert main(["machine", "doctor", os.fspath(demo), "--quiet"]) == 0
     out = capsys.readouterr().out
     for check in whole.checks:
         assert check.title in out
     assert out.rstrip().splitlines()[-1] == whole.title
     assert max(map(len, out.splitlines())) <= 120
-    assert main(["doctor", os.fspath(demo), "--json"]) == 0
+    assert main(["machine", "doctor", os.fspath(demo), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ready"] is True
 
 
 def test_no_such_folder(tmp_path, capsys):
-    assert main(["doctor", os.fspath(tmp_path / "nowhere")]) == 1
+    assert main(["machine", "doctor", os.fspath(tmp_path / "nowhere")]) == 1
     assert "the folder does not exist" in capsys.readouterr().err
     with raises("no-folder-to-examine", path=tmp_path / "nowhere"):
         examine(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"`leakmel tune`: what is recommended and what is not, the time it takes, and the file that later builds pick up."
+"`leakmel machine tune`: what is recommended and what is not, the time it takes, and the file that later builds pick up."
 
 import errno
 import json
@@ -385,7 +385,7 @@ def test_trials_use_the_settings_of_the_build(data, tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(BuildTrials, "build", watched)
     monkeypatch.setattr(BuildTrials, "run", lambda trials, changes, cache: len(trials.sample) / 100.0)
-    assert main(["tune", str(data), "--budget-s", "1", *words, "--quiet"]) == 0
+    assert main(["machine", "tune", str(data), "--budget-s", "1", *words, "--quiet"]) == 0
     output = capsys.readouterr().out
     assert output.startswith(
         f"spec of {tmp_path / 'spec.json'}: preset overlap@2, n_mels 24, n_fft 256; n_mels 20 was asked for instead of 24\n"
@@ -393,9 +393,9 @@ def test_trials_use_the_settings_of_the_build(data, tmp_path, monkeypatch, capsy
     with lm.open_dataset(tmp_path / "x.h5") as ds:
         assert set(built) == {(ds.spec, True)}
     assert len(built) >= 3
-    assert main(["tune", str(data), *words, "--preset", "disjoint", "--quiet"]) == 2
+    assert main(["machine", "tune", str(data), *words, "--preset", "disjoint", "--quiet"]) == 2
     assert "the requested preset differs from the preset of the spec file" in capsys.readouterr().err
-    assert main(["tune", str(data), "--spec", str(tmp_path / "none.json"), "--quiet"]) == 1
+    assert main(["machine", "tune", str(data), "--spec", str(tmp_path / "none.json"), "--quiet"]) == 1
     assert "no such spec file" in capsys.readouterr().err
 
 

@@ -128,7 +128,7 @@ def test_dashboard_in_jupyterlab(lab, watched, dashboard):
 
 
 def test_pages_of_a_run_without_a_network(executed, watched, tmp_path):
-    "The notebook by nbconvert and by `leakmel page`, and the report of the run: five drawn figures each, nothing fetched."
+    "The notebook by nbconvert and by `leakmel export --page`, and the report of the run: five drawn figures each, nothing fetched."
     nbconvert = [
         str(Path(sys.executable).parent / "jupyter-nbconvert"),
         "--to",

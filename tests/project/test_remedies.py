@@ -78,7 +78,8 @@ def commands_in(text: str) -> list[list[str]]:
     found += re.findall(r"\((leakmel [^()]+?)(?: lists them[^()]*)?\)", flat)
     found += re.findall(r"^ *(leakmel [a-z]+ .+)$|: (leakmel [a-z]+ .+)$", text, re.M)
     words = [shlex.split(f if isinstance(f, str) else f[0] or f[1]) for f in found]
-    return [w[1:] for w in words if not w[1].endswith(":") and w[1] in OPTIONS]
+    named = [list(cli.with_name(w[1:], cli.GROUPS)) for w in words if not w[1].endswith(":")]
+    return [w for w in named if w[0] in OPTIONS]
 
 
 def _options() -> dict[str, argparse.ArgumentParser]:

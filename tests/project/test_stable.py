@@ -119,7 +119,7 @@ def write_network(folder: Path, n: int) -> None:
 
 
 def write_recordings(folder: Path) -> None:
-    """Write a network, one with files of every odd kind, and one that `leakmel demo` makes, with faults."""
+    """Write a network, one with files of every odd kind, and one that `leakmel init --demo` makes, with faults."""
     write_network(folder / "network", 16)
     write_network(folder / "faulty", 16)
     lm.write_demo(folder / "demo", n_files=24, seed=8, faults=True)

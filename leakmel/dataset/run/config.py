@@ -202,7 +202,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class TunedConfig(PipelineConfig):
-    "Settings that `leakmel tune` measured on this machine."
+    "Settings that `leakmel machine tune` measured on this machine."
 
     tuned_from: str = ""  # the file they come from
 
@@ -256,7 +256,7 @@ def read_tuned(
             code="invalid-tuned-file",
             path=path,
             found=f"{type(e).__name__}: {e}",
-            remedy="measure them again with leakmel tune",
+            remedy="measure them again with leakmel machine tune",
         ) from e
 
 

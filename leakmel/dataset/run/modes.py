@@ -234,7 +234,7 @@ class CachedReader:
         self._warned = True
         until = ""
         if path is not None:
-            command = f"leakmel cache clear --cache-dir {quote(show_path(path.parent))}"
+            command = f"leakmel machine cache clear --cache-dir {quote(show_path(path.parent))}"
             until = f", until {command} removes {show_path(path.name)}"
         if not was_warned:
             log.warning("%s: the recordings are read from their files instead%s", what, until)

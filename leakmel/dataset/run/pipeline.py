@@ -696,7 +696,7 @@ def build(
     mode: str = "auto",  # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,  # recordings loaded by `leakmel.preload`
     pipeline: PipelineConfig
-    | None = None,  # speed settings; None: the defaults, not the settings that `leakmel tune` measured
+    | None = None,  # speed settings; None: the defaults, not the settings that `leakmel machine tune` measured
     manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
     check: int
     | None = 64,  # rows to recompute in float64 before publishing (on a cluster at least 8 for each part); None: all
@@ -739,7 +739,7 @@ def build_all(
     mode: str = "auto",  # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,  # recordings loaded by `leakmel.preload`
     pipeline: PipelineConfig
-    | None = None,  # speed settings; None: the defaults, not the settings that `leakmel tune` measured
+    | None = None,  # speed settings; None: the defaults, not the settings that `leakmel machine tune` measured
     manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
     check: int
     | None = 64,  # rows of each data set to recompute in float64 before publishing, as for `build`; None: all

@@ -269,7 +269,7 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
             code="recordings-changed",
             path=job.listing.folder,
             found=found,
-            remedy=f"leakmel join {quote(show_path(job.file.target))} reads them again, and keeps the other rows"
+            remedy=f"leakmel build --join {quote(show_path(job.file.target))} reads them again, and keeps the other rows"
             if job.n_parts
             else again,
         )

@@ -179,7 +179,7 @@ def load_embeddings(
             "the file does not exist, or is not a regular file",
             code="file-missing",
             path=where,
-            remedy=missing_remedy(where, "give a file of leakmel embed"),
+            remedy=missing_remedy(where, "give a file of leakmel similar --store"),
         )
     try:
         whole = read_own(where)
@@ -210,7 +210,7 @@ def load_embeddings(
             code="invalid-embeddings",
             path=where,
             found=show_path((str(e) or type(e).__name__).splitlines()[0][:120]),
-            remedy="write it again with leakmel embed",
+            remedy="write it again with leakmel similar --store",
         ) from e
 
 # %% ../../../nbs/learn/embed/embed.ipynb #2e395ff3

@@ -96,7 +96,7 @@ def _score_row(row: Mapping[str, str], kind: str, delimiter: str) -> ScoreRow:  
 def read_score_table(
     file: str | os.PathLike,  # CSV
 ) -> tuple[str, list[ScoreRow]]:  # kind: "held out", "suggestions" or "predictions"; rows
-    "Read scores that `leakmel predict`, `leakmel suggest` or a cross-validation wrote; raises DataError that names the line."
+    "Read scores that `leakmel predict`, `leakmel review --suggest` or a cross-validation wrote; raises DataError that names the line."
     file = Path(os.path.abspath(file))
     table = csv_table(file, read_text(file), set().union(*_KINDS.values()))
     kind = next((name for name, columns in _KINDS.items() if columns <= set(table.columns)), None)
@@ -106,7 +106,7 @@ def read_score_table(
             code="table-columns",
             path=file,
             found=", ".join(map(show_path, sorted(table.columns)))[:300],
-            expected="a table of leakmel predict or leakmel suggest, or cross_validation.csv of leakmel train --cross-validate",
+            expected="a table of leakmel predict or leakmel review --suggest, or cross_validation.csv of leakmel train --cross-validate",
         )
     rows = []
     for line, row in table.records("path", "score"):
@@ -126,7 +126,7 @@ NO_SCORES = {
     "held_out": math.nan,  # score by a detector that was not trained on it
     "is_leak": False,  # where there is a held-out score: its label in the data set
     "by_kind": {},  # kind of detector -> score
-    "suggestion": "",  # why `leakmel suggest` chose it; "": it did not
+    "suggestion": "",  # why `leakmel review --suggest` chose it; "": it did not
 }
 
 
@@ -336,7 +336,7 @@ class ReviewQueue:
 
 
 _NEEDS = {
-    "suggested": ("suggestion", "the table of leakmel suggest"),
+    "suggested": ("suggestion", "the table of leakmel review --suggest"),
     "errors": ("held_out", "held-out scores: cross_validation.csv of leakmel train --cross-validate"),
     "threshold": ("score", "scores: a model, or a table of leakmel predict"),
     "kinds": ("by_kind", "scores by kind: a model of the kind blend"),
@@ -865,7 +865,7 @@ def review(
     by: str = "",  # the person; "": the login name
     tables: Sequence[
         str | os.PathLike
-    ] = (),  # scores.csv of `leakmel predict`, cross_validation.csv, table of `leakmel suggest`
+    ] = (),  # scores.csv of `leakmel predict`, cross_validation.csv, table of `leakmel review --suggest`
     leak_label: str = "",  # "": the detector's, or LEAK
     other_label: str = "",  # of recordings without a leak; "": as in the folder, or NOLEAK
     manifest: Manifest | None = None,  # result of `scan`: the listed recordings only, with its labels
