@@ -121,13 +121,16 @@ def test_every_command_that_is_named_has_the_options_that_are_named() -> None:
     helps = [(0, a.help or "") for p in OPTIONS.values() for a in p._actions]
     for path in (Path("help"), *sorted(PACKAGE.rglob("*.py"))):
         for line, text in helps if path.name == "help" else texts_of(path):
-            for found in re.finditer(r"leakmel ([a-z]+)\b((?: (?:--?[\w-]+|[A-Z][\w/.]*|X))*)", text):
-                if found[1] not in OPTIONS:
+            for found in re.finditer(
+                r"leakmel ((?:machine )?[a-z]+\b(?: (?:--?[\w-]+|[A-Z][\w/.]*|X))*)", text
+            ):
+                command, *rest = cli.with_name(found[1].split(), cli.GROUPS)
+                if command not in OPTIONS:
                     continue
                 n += 1
-                known = OPTIONS[found[1]]._option_string_actions
-                words = re.findall(r"--[a-z][\w-]*", found[2])
-                wrong += [f"{path.name}:{line}: {found[1]} {w}" for w in words if w not in known]
+                known = OPTIONS[command]._option_string_actions
+                words = [w for w in rest if re.fullmatch(r"--[a-z][\w-]*", w)]
+                wrong += [f"{path.name}:{line}: {command} {w}" for w in words if w not in known]
     assert not wrong
     assert n > 100
 
