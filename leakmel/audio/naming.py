@@ -95,7 +95,7 @@ def iso_time(
     return _iso(found[0]) if len(found) == 1 and found[0][1][:2] in ("19", "20") else ""
 
 
-TIME_FORMS = "20251110_020000, 20251110_0200, 20251110, 2025-11-10_02-00-00 or 2025-11-10T02:00:00, with milliseconds (_123, .123) and a zone (Z, +0100) or without"
+TIME_FORMS = "20251110_020000, 20251110_0200, 20251110, 2025-11-10_02-00-00 or 2025-11-10T02:00:00, also with milliseconds (_123, .123) and a zone (Z, +0100)"
 
 
 @lru_cache(4096)

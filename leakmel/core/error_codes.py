@@ -146,7 +146,7 @@ DATASET = {
     "output-not-writable": "The output, or its folder, cannot be written.",
     "pattern-matches-nothing": "The name pattern fits no recording.",
     "recordings-changed": "Recordings were changed or removed while the data set was built.",
-    "recordings-differ": "Recordings differ in rate or length, and no combination has a majority.",
+    "recordings-differ": "Recordings differ so much in rate or length that none can be chosen for all.",
     "report-not-written": "The data set is complete, but its report or timeline could not be written.",
     "split-not-found": "The data folder or the manifest does not hold the split.",
     "split-not-named": "The data folder contains splits, and no split was named.",

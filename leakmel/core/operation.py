@@ -361,7 +361,7 @@ def with_name(words: Sequence[str], groups: Groups) -> Sequence[str]:
             )
         if command == first and second in (rest if second.startswith("--") else rest[:1]):
             return [name, *(word for k, word in enumerate(rest) if k != rest.index(second))]
-    if first == "machine":
+    if first == "machine" and rest and not rest[0].startswith("-"):
         known = [cls.command.words.split()[1] for cls in groups[first]]
         text = f"leakmel machine: {answer_unknown(rest[0], known)} See leakmel machine --help"
         raise UsageError(text, code="invalid-arguments")

@@ -275,7 +275,7 @@ class Train(_Training):
         lines = [*filter(None, [result.summary["stamp"]]), f"{model}: {result.detector.kind} detector"]
         lines += [evaluation_text(result.detector.evaluations)] if evaluation is None else []
         lines += evaluation_answer(evaluation) if evaluation is not None else []
-        return [*lines, *result.next_steps[:1], f"next: leakmel predict RECORDINGS --model {quote(model)}"]
+        return [*lines, *result.next_steps[:1], f"next: leakmel predict FOLDER --model {quote(model)}"]
 
     def resample(
         self, files: Sequence[Path], out: Path, run: Run
@@ -512,7 +512,7 @@ class Evaluate(Operation):
             lines = [*evaluation_answer(found), recorded]
         lines += [f"written: {', '.join(map(show_path, written.values()))}"] if written else []
         lines += (
-            [] if self.full else [f"next: leakmel predict RECORDINGS --model {model}; --full has all figures"]
+            [] if self.full else [f"next: leakmel predict FOLDER --model {model}; --full has all figures"]
         )
         body = found.summary | {"written": {name: show_path(path) for name, path in written.items()}}
         return Outcome(found, body, wrap_text("\n".join(lines), run.width))

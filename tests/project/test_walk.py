@@ -57,7 +57,7 @@ class Walk:
         self.type(f"{scan} --content")
         self.type(self.command("build"), 8)
         said = self.type(self.command("train"), 12)
-        self.type(self.command("predict").replace("RECORDINGS", shlex.split(scan)[2]))
+        self.type(self.command("predict").replace("FOLDER", shlex.split(scan)[2]))
         return said
 
 

@@ -328,7 +328,7 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
     yield from e.stamps
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #5c0ffee1
-def evaluation_answer(e: Evaluation) -> list[str]:  # at most five lines
+def evaluation_answer(e: Evaluation) -> list[str]:  # at most six lines
     "Return what a person acts on: leaks found and false alarms, the comparison with a level meter, what to expect at a new sensor."
     counts, by = e.detector.counts, e.groups.by
     n_leaks, n_quiet = counts.true_leak + counts.missed_leak, counts.false_alarm + counts.true_normal
@@ -344,6 +344,8 @@ def evaluation_answer(e: Evaluation) -> list[str]:  # at most five lines
     new = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}{e.detector.intervals['balanced_accuracy'].in_brackets('.2f')}"
     if e.leaky:
         new = "cannot be told from a leaky split"
+    elif any("not checked" in caution for caution in e.cautions):
+        new = "cannot be told, because leakage was not checked"
     elif not e.has_groups:
         new = "cannot be told, because the sensors of the recordings are not known"
     elif held < MIN_GROUPS:
@@ -352,7 +354,9 @@ def evaluation_answer(e: Evaluation) -> list[str]:  # at most five lines
     lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
     if others and level == "yes":
         lines.append(f"not shown to be better than: {', '.join(others)}")
-    return [*lines, f"at a new {by if e.has_groups else 'sensor'}: {new}"]
+    more = f" (and {len(e.cautions) - 1} more: --full)" * (len(e.cautions) > 1)
+    lines.append(f"at a new {by if e.has_groups else 'sensor'}: {new}")
+    return [*lines, *(f"caution: {caution}{more}" for caution in e.cautions[:1])]
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #c81529ce
 def score_baselines(
