@@ -66,6 +66,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'leakmel.audio.labels._folded': ('audio/labels.html#_folded', 'leakmel/audio/labels.py'),
                                       'leakmel.audio.labels._invalid': ('audio/labels.html#_invalid', 'leakmel/audio/labels.py'),
                                       'leakmel.audio.labels._is_moment': ('audio/labels.html#_is_moment', 'leakmel/audio/labels.py'),
+                                      'leakmel.audio.labels._is_readable': ('audio/labels.html#_is_readable', 'leakmel/audio/labels.py'),
                                       'leakmel.audio.labels._labelled': ('audio/labels.html#_labelled', 'leakmel/audio/labels.py'),
                                       'leakmel.audio.labels._line': ('audio/labels.html#_line', 'leakmel/audio/labels.py'),
                                       'leakmel.audio.labels._open_labels': ('audio/labels.html#_open_labels', 'leakmel/audio/labels.py'),

@@ -745,6 +745,13 @@ class TrackExport:
         return f"{len(self.written):,} tracks in {show_path(self.folder)}; without a track: {rest}"
 
 
+def _is_readable(file: Path) -> bool:
+    try:
+        return bool(read_wav(file))
+    except RecordingError:
+        return False
+
+
 def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recording, str]]:
     "Yield path, recording and label of all recordings that are found; raises DataError where several fit a path."
     labels = dict(current.labels)
@@ -756,6 +763,8 @@ def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recordi
             fitting.get(path.split("/", n)[-1], []).append(path)
     near: dict[str, str] = {}  # recording -> key of a decision without a digest
     for d in sorted((d for d in decided if not d.digest), key=lambda d: len(d.path)):
+        if len(fitting[d.path]) > 1:
+            fitting[d.path] = [path for path in fitting[d.path] if _is_readable(root / path)]
         if len(fitting[d.path]) > 1:
             raise DataError(
                 "several recordings have the path of a decision",

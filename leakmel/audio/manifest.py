@@ -347,9 +347,11 @@ class Manifest:
     def _repr_html_(self) -> str:
         import pandas as pd
 
-        counts = (
-            pd.DataFrame(self.counts()).T.fillna(0).astype(int).rename(index=show_path, columns=show_path)
-        )
+        shown = {
+            show_path(split): {show_path(name): n for name, n in found.items()}
+            for split, found in self.counts().items()
+        }
+        counts = pd.DataFrame.from_dict(shown, orient="index").fillna(0).astype(int)
         facts = list(hints(self))
         if self.content is None:
             facts.append("Only file names were checked; scan(..., content=True) also reads the recordings.")
@@ -468,18 +470,18 @@ def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[byte
     outer = {name for name, _ in places}
     steps = [os.fsdecode(path).split("/") for path in paths]
     first = next((p[0] for p in steps if len(p) > 3), None)
-    if first is None and steps and all(p[0] in outer for p in steps):  # labels
-        first = steps[0][0]
+    is_label = first is None and steps and all(p[0] in outer for p in steps)
     if not all(split_name(inner) for _, inner in places) or any(p[0] in outer for p in steps if len(p) == 2):
         return
-    if first is not None:
+    if first is not None or is_label:
+        first = first or steps[0][0]
+        remedy = f"use {show_path(root / first)} as the data folder"
         raise DataError(
-            "the split folders lie one level deeper",
+            f"the split folders lie {'inside the label folders' if is_label else 'one level deeper'}",
             code="splits-one-level-down",
             path=root,
             found=", ".join(show_path(f"{name}/{inner}") for name, inner in places if name == first),
-            remedy=f"use {show_path(root / first)} as the data folder; or, if that is a label, give the pattern "
-            "{label}/{split}/{*}",
+            remedy="give the pattern {label}/{split}/{*}" if is_label else remedy,
         )
 
 
@@ -665,12 +667,19 @@ def scan(
     "List the recordings of a data folder, using only names and stat unless `content` is set."
     began = time.perf_counter()
     root = absolute_folder(root)
-    for is_wrong, message in (
-        (table is not None and pattern is not None, "a table and a pattern cannot be used together"),
-        (columns and table is None, "columns describes the columns of a table, but no table was given"),
-    ):
-        if is_wrong:
-            raise UsageError(message, code="conflicting-parameters", remedy="give a table or a pattern")
+    if table is not None and pattern is not None:
+        raise UsageError(
+            "a table and a pattern cannot be used together",
+            code="conflicting-parameters",
+            remedy="give only one of them",
+        )
+    if columns and table is None:
+        raise UsageError(
+            "columns describes the columns of a table, but no table was given",
+            code="conflicting-parameters",
+            found=repr(columns)[:100],
+            remedy="give the table too (table=, --table)",
+        )
     naming = pattern_naming(pattern)
     existing_folder(root, "give the folder that holds TRAINING, VALIDATION and TESTING, or label folders")
     with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/audio/tables.ipynb #524daab7
-import base64, codecs, csv, io, math, os, re
+import base64, codecs, csv, io, math, os, re, stat
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,6 @@ from leakmel.audio.problems import Problem, how_many
 from leakmel.audio.wav import digest_of
 from leakmel.core.comparison import match_texts, text_key
 from leakmel.core.errors import DataError, UsageError, explain, show_path
-from leakmel.core.files import open_regular_file
 
 # %% ../../nbs/audio/tables.ipynb #2c177d17
 TABLE_COLUMNS = (
@@ -143,21 +142,22 @@ def read_table_bytes(
 ) -> bytes:  # raises DataError
     "Read a file of text; refuse special files (a named pipe would block) and very large ones."
     try:
-        with open(open_regular_file(file), "rb") as f:
-            data = f.read(MAX_TABLE_BYTES + 1)
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as f:
+            st = os.fstat(fd)
+            if not stat.S_ISREG(st.st_mode) or st.st_size > MAX_TABLE_BYTES:
+                raise DataError(
+                    "the table is not a regular file, or is too large",
+                    code="table-unreadable",
+                    path=file,
+                    expected=f"a file of at most {MAX_TABLE_BYTES >> 20} MiB",
+                )
+            return f.read(MAX_TABLE_BYTES)
     except OSError as e:
         cause, remedy = explain(e, file)
         raise DataError(
             f"the table cannot be read ({cause})", code="table-unreadable", path=file, remedy=remedy
         ) from e
-    if len(data) > MAX_TABLE_BYTES:
-        raise DataError(
-            "the table is too large",
-            code="table-unreadable",
-            path=file,
-            expected=f"a file of at most {MAX_TABLE_BYTES >> 20} MiB",
-        )
-    return data
 
 
 def require_same_table(

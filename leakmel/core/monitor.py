@@ -10,7 +10,7 @@ import math, os, platform, sys, threading, time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,21 +73,22 @@ class Sampler:
     "Probes of this machine, each guarded separately."
 
     def __init__(self, device: str = ""):  # "cuda:1"; of other names, the first GPU
-        import psutil
-
         self.missing: dict[str, str] = {}  # key -> why there is no value
         self._before: dict[str, tuple[float, float]] = {}  # key -> busy and all time of the last load
+
+        def psutil() -> Any:  # which can be broken: then each figure that needs it is missing
+            return import_module("psutil")
 
         # keys, and the function that reads their values
         self.probes: list[tuple[tuple[str, ...], Callable[[], Sequence]]] = [
             (("cpu_percent",), lambda: (self.load("cpu_percent", time.process_time(), time.perf_counter()),)),
             (("cpu_total_percent",), lambda: (self.load("cpu_total_percent", *_machine_clocks()),)),
-            (("rss_bytes",), lambda: (psutil.Process().memory_info().rss,)),
+            (("rss_bytes",), lambda: (psutil().Process().memory_info().rss,)),
             (
                 ("ram_used_bytes",),
-                lambda: (psutil.virtual_memory().total - psutil.virtual_memory().available,),
+                lambda: (psutil().virtual_memory().total - psutil().virtual_memory().available,),
             ),
-            (("disk_read_bytes", "disk_written_bytes"), lambda: psutil.Process().io_counters()[2:4]),
+            (("disk_read_bytes", "disk_written_bytes"), lambda: psutil().Process().io_counters()[2:4]),
         ]
         try:
             import pynvml
@@ -269,6 +270,9 @@ class Monitor:
             self._thread.start()
         except RuntimeError as e:
             self.sampler.add_missing(("thread",), e)
+        except BaseException:  # a signal at this point: nothing else would stop the thread
+            self._stop.set()
+            raise
         return self
 
     def __exit__(self, *failure) -> None:

@@ -386,9 +386,17 @@ def test_a_pattern_without_a_label_keeps_the_first_folder(tmp_path):
 
 
 def test_odd_names_through_a_pattern(tmp_path):
-    put(tmp_path, b"LEAK\n_caf\xe9.wav", b"-rf_\xff\xfe.wav", b'it\'s_"q".wav', b"a b_ .wav")
+    put(
+        tmp_path,
+        b"LEAK\n_caf\xe9.wav",
+        b"-rf_\xff\xfe.wav",
+        b'it\'s_"q".wav',
+        b"a b_ .wav",
+        b"\xfe\xfa_ .wav",
+    )
     m = scan(tmp_path, pattern="{label}_{sensor}")
-    assert sorted(map(os.fsencode, m.label_names)) == [b"-rf", b"LEAK\n", b"a b", b"it's"]
+    assert sorted(map(os.fsencode, m.label_names)) == [b"-rf", b"LEAK\n", b"a b", b"it's", b"\xfe\xfa"]
+    assert "5 of 5 names fit" in m._repr_html_()
     assert {os.fsencode(n.sensor) for n in m.listings[0].names} == {b"caf\xe9", b"\xff\xfe", b'"q"', b" "}
     assert repr(m).isprintable()
     assert m.preview is not None
@@ -609,13 +617,18 @@ def test_faults_of_a_table_are_named_with_their_line(tmp_path, text, words):
 def test_table_path_that_is_not_a_file_is_refused(tmp_path):
     put(tmp_path / "data", "a.wav")
     os.mkfifo(tmp_path / "fifo.csv")
-    for name in ("fifo.csv", "nowhere.csv", "data"):
-        with pytest.raises(DataError, match=name):
+    with open(tmp_path / "sparse.csv", "wb") as f:
+        f.truncate(20 << 30)
+    for name in ("fifo.csv", "nowhere.csv", "data", "sparse.csv"):
+        with pytest.raises(DataError, match=name) as e:
             scan(tmp_path / "data", table=tmp_path / name)
+        assert (name == "data") == ("this is a folder" in str(e.value.remedy))
     with raises("no-such-folder", DataError):
         scan(tmp_path / "nowhere", table=table(tmp_path, "path,label\na.wav,LEAK\n"))
     with raises("conflicting-parameters", UsageError):
         scan(tmp_path / "data", table=tmp_path / "names.csv", pattern="{label}")
+    with raises("conflicting-parameters", UsageError, remedy="give the table too (table=, --table)"):
+        scan(tmp_path / "data", columns="path=file")
 
 
 @pytest.mark.parametrize("count", [3, 200])

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import re
+import signal
 import sys
 import threading
 import time
@@ -266,6 +267,11 @@ def test_monitor_thread_that_cannot_start_is_reported(monkeypatch):
     timeline = run_monitor(0.01)
     assert len(timeline.samples) == 2
     assert "new thread" in timeline.meta["monitor"]["missing"]["thread"]
+    monkeypatch.setattr(threading.Thread, "start", lambda self: signal.raise_signal(signal.SIGINT))
+    monitor = Monitor(Timeline())
+    with pytest.raises(KeyboardInterrupt):
+        monitor.__enter__()
+    assert monitor._stop.is_set()
 
 
 def test_samples_survive_a_round_trip(tmp_path):

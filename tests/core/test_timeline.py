@@ -179,6 +179,9 @@ def test_a_query_of_nvml_that_raises_costs_its_own_figure(monkeypatch, broken, c
     assert set(sampler.missing) == lost
 
 
+PSUTIL_KEYS = {"cpu_total_percent", "ram_used_bytes", "rss_bytes", "disk_read_bytes", "disk_written_bytes"}
+
+
 @each(
     ("owner", "broken", "lost"),
     [
@@ -199,6 +202,8 @@ def test_a_query_of_psutil_that_raises_costs_its_own_figures(monkeypatch, owner,
     assert missing_values(sampler) == lost
     assert set(sampler.missing) == lost
     assert all("denied" in why for why in sampler.missing.values())
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert missing_values(Sampler()) == PSUTIL_KEYS
 
 
 def monitor_cost(n_samples: int, interval_s: float = 0.1) -> float:

@@ -625,7 +625,7 @@ def test_special_files_are_not_opened(tmp_path, mixed, own_cache, kind):
     assert result.verified.ok
     if kind == "link":
         assert (tmp_path / "elsewhere").read_bytes() == b"mine"
-        assert (result.summary["mode"], path.is_symlink()) == ("stream", True)
+        assert (result.summary["mode"], path.is_symlink()) == ("memmap", False)
 
 
 def test_cache_key_ignores_mel_settings_only(mixed):

@@ -6,7 +6,7 @@
 __all__ = ['Preloaded', 'with_spec_rules', 'preload']
 
 # %% ../../../nbs/dataset/run/modes.ipynb #45ac9297
-import json, logging, math, os, re, stat, threading, time
+import errno, json, logging, math, os, re, stat, threading, time
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -343,12 +343,17 @@ def open_cache(
     n_bytes = len(listing) * (2 * n_samples + 200)
 
     def existing() -> SampleCache | None:
-        with suppress(DataError, FileNotFoundError):
+        try:
             found = SampleCache.open(path, n_samples, key)
-            with suppress(OSError):
-                os.utime(path)  # when it was last used
-            return found
-        return None
+        except (DataError, FileNotFoundError):
+            return None
+        except OSError as e:
+            if e.errno == errno.ELOOP:  # a link, which is replaced
+                return None
+            raise
+        with suppress(OSError):
+            os.utime(path)  # when it was last used
+        return found
 
     def wait(holder: str) -> None:
         announce(f"memmap: waiting for {holder}, which is writing the cache file", show=progress)

@@ -453,6 +453,13 @@ def result_of(
             lists = {"rejected_files": map(rejected_dict, rejected), "problems": map(asdict, noted)}
             now = datetime.now(UTC).isoformat(timespec="seconds")
             _write_report(report_path, lists, summary | {"created_at_utc": now})
+        elif not all(x.is_up_to_date for x in jobs):  # copies of its recordings may be new in other splits
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                body = read_own_json(report_path)
+                lists = {"rejected_files": body.pop("rejected_files"), "problems": map(asdict, noted)}
+                del body["problems"]
+                body["problems_by_kind"] = summary["problems_by_kind"]
+                _write_report(report_path, lists, body)
     except OutputError as e:
         raise type(e)(
             "the data set is complete, but its report or timeline could not be written",
