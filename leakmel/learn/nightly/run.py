@@ -314,9 +314,12 @@ class NightlyRun:
         return tuple(r for r in self.sensors if r.visit in LISTED)
 
     @property
-    def not_sure(self) -> tuple[SensorRow, ...]:
-        "Sensors whose last score is at least 0.5, without enough evidence for a visit."
-        return tuple(r for r in self.sensors if r.visit not in LISTED and (r.score or 0.0) >= 0.5)
+    def high_scores(self) -> str:
+        "Name the sensors whose last score is at least 0.5, without enough evidence for a visit; empty: none."
+        found = [r for r in self.sensors if r.visit not in LISTED and (r.score or 0.0) >= 0.5]
+        found.sort(key=lambda r: -(r.score or 0.0))
+        names = [f"{r.sensor} {r.score:.2f} ({plural(r.nights, 'night')})" for r in found[:MAX_NAMED]]
+        return f"High scores, too few nights to be sure ({len(found):,}): {', '.join(names)}" if found else ""
 
     @property
     def headline(self) -> str:
@@ -328,7 +331,9 @@ class NightlyRun:
     @property
     def warnings(self) -> tuple[str, ...]:
         "Sentences on the network and the model."
-        return tuple(filter(None, (*self.notes, "" if self.drift is None else self.drift.warning)))
+        return tuple(
+            filter(None, (self.high_scores, *self.notes, "" if self.drift is None else self.drift.warning))
+        )
 
     @cached_property
     def table(self) -> "pd.DataFrame":
@@ -379,10 +384,6 @@ class NightlyRun:
         codes = Counter(r.code for r in self.rejected).most_common()
         first = {r.code: show_path(r.path) for r in reversed(self.rejected)}
         ill = [r for r in self.sensors if r.health != "ok"]
-        unsure = sorted(self.not_sure, key=lambda r: -(r.score or 0.0))
-        high = ", ".join(
-            f"{r.sensor} {r.score:.2f} ({plural(r.nights, 'night')})" for r in unsure[:MAX_NAMED]
-        )
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
@@ -396,7 +397,6 @@ class NightlyRun:
                 *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
                 *(f"  {text}" for text in self.warnings),
                 *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
-                *[f"  high scores, too few nights to be sure ({len(unsure):,}): {high}"] * bool(unsure),
                 *(f"  check the logger {r.sensor}: {r.health}" for r in ill[:MAX_NAMED]),
                 *[f"  and {len(ill) - MAX_NAMED:,} more loggers to check"] * (len(ill) > MAX_NAMED),
                 f"tables in {show_path(self.state)}",
@@ -512,7 +512,7 @@ table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th { text-align: left; color: var(--dim); font-weight: 600; }
 th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--rule); vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
-.sensor { font-weight: 600; overflow-wrap: anywhere; max-width: 14rem; }
+.sensor { font-weight: 600; overflow-wrap: anywhere; min-width: 6rem; max-width: 14rem; }
 .name { color: var(--dim); font-size: 12px; overflow-wrap: anywhere; max-width: 20rem; }
 .badge { display: inline-block; border-radius: 4px; padding: 0 .4rem; font-size: 12px; font-weight: 600; border: 1px solid currentColor; white-space: nowrap; }
 .evidence { color: var(--hot); } .high { color: var(--warm); } .audit { color: var(--cool); } .bad { color: var(--hot); }
