@@ -331,9 +331,7 @@ class NightlyRun:
     @property
     def warnings(self) -> tuple[str, ...]:
         "Sentences on the network and the model."
-        return tuple(
-            filter(None, (self.high_scores, *self.notes, "" if self.drift is None else self.drift.warning))
-        )
+        return tuple(filter(None, (*self.notes, "" if self.drift is None else self.drift.warning)))
 
     @cached_property
     def table(self) -> "pd.DataFrame":
@@ -395,7 +393,7 @@ class NightlyRun:
                 ]
                 * (c.times_from_file > 0),
                 *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
-                *(f"  {text}" for text in self.warnings),
+                *(f"  {text}" for text in (self.high_scores, *self.warnings) if text),
                 *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
                 *(f"  check the logger {r.sensor}: {r.health}" for r in ill[:MAX_NAMED]),
                 *[f"  and {len(ill) - MAX_NAMED:,} more loggers to check"] * (len(ill) > MAX_NAMED),
@@ -538,7 +536,7 @@ _TEMPLATE = """
 <circle cx='{{ points[-1][0] }}' cy='{{ points[-1][1] }}' r='2.5' class='dot'/></svg>{% endmacro %}
 <h1>Sensors to visit</h1>
 <p class='verdict{{ ' hot' if done.to_visit }}'>{{ done.headline }} after the night of {{ done.last_night or '(none)' }}</p>
-{%- for text in done.warnings %}
+{%- for text in [done.high_scores] + done.warnings | list if text %}
 <p class='warning'>{{ text }}{% if drift and text == drift.warning %}
 See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/retraining.ipynb</code>.{% endif %}</p>
 {%- endfor %}
