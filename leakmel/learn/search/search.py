@@ -697,15 +697,21 @@ class _Search:
         "Run trials until their number or the time is reached; then train initial and best settings with other seeds."
         ends = time.monotonic() + seconds
         for most in (1, n_trials):  # the first trial must succeed before others begin
+            lost = list[tuple[Trial, Exception]]()  # of processes that ended
             for trial, error in self.trained(self.proposals(most, again, ends, seconds)):
-                # five failures in a row, or an executor that accepts nothing more: the next search repeats its trials
-                is_failing = all(t.state == "failed" for t in self.trials[-4:])
-                if error is not None and (is_failing or isinstance(error.__cause__, BrokenExecutor)):
-                    raise error
+                if error is not None and all(t.state == "failed" for t in self.trials[-4:]):
+                    raise error  # the first trial must succeed, and one of five in a row
+                if error is not None and isinstance(error.__cause__, BrokenExecutor):
+                    lost.append((trial, error))
+                    continue
                 self.keep(trial)
                 best = best_of(self.trials)
                 self.bar.update(len(self.trials), f"best F1 {best.f1:.4f} in trial {best.number}")
                 announce(repr(trial), show=self.show)
+            if len(lost) == 1:
+                self.keep(lost[0][0])
+            if lost:  # of several, the one that ended the processes is not known: the next search repeats all
+                raise lost[0][1]
         best = best_of(self.trials)
         if not best.number or len(self.trials) < n_trials and self.reserve >= seconds:
             return
