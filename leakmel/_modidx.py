@@ -3678,6 +3678,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'leakmel/learn/retrain/rounds.py'),
                                               'leakmel.learn.retrain.rounds.Comparison.summary': ( 'learn/retrain/rounds.html#comparison.summary',
                                                                                                    'leakmel/learn/retrain/rounds.py'),
+                                              'leakmel.learn.retrain.rounds.EarlierLabelsWarning': ( 'learn/retrain/rounds.html#earlierlabelswarning',
+                                                                                                     'leakmel/learn/retrain/rounds.py'),
                                               'leakmel.learn.retrain.rounds.Round': ( 'learn/retrain/rounds.html#round',
                                                                                       'leakmel/learn/retrain/rounds.py'),
                                               'leakmel.learn.retrain.rounds.Round.rows': ( 'learn/retrain/rounds.html#round.rows',
