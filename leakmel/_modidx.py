@@ -930,6 +930,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'leakmel/core/timeline.py'),
                                        'leakmel.core.timeline._suggestions': ( 'core/timeline.html#_suggestions',
                                                                                'leakmel/core/timeline.py'),
+                                       'leakmel.core.timeline._without_imports': ( 'core/timeline.html#_without_imports',
+                                                                                   'leakmel/core/timeline.py'),
                                        'leakmel.core.timeline.aligned': ('core/timeline.html#aligned', 'leakmel/core/timeline.py'),
                                        'leakmel.core.timeline.amdahl_bounds': ( 'core/timeline.html#amdahl_bounds',
                                                                                 'leakmel/core/timeline.py'),

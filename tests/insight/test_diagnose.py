@@ -689,6 +689,7 @@ def longer(timeline: Timeline, factor: float) -> Timeline:
 def test_a_build_of_less_than_ten_seconds_gets_three_lines():
     summaries = [summary_of(found=800, kept_files=0, read_workers=2)]
     timeline = shorter(disk_bound(), 10)
+    timeline.spans.append(Span("start_up", "imports", 0.0, 0.05, ""))
     assert is_short_run(timeline)
     text = analysis_text(timeline, summaries, width=300, analysis="auto")
     lines = text.splitlines()
@@ -698,6 +699,7 @@ def test_a_build_of_less_than_ten_seconds_gets_three_lines():
         "The limiting stage is read",
         "read_workers",
     ]
+    assert "(800 files)" in lines[0]
     assert lines[0].endswith('analysis="full"')
     full = analysis_text(timeline, summaries, analysis="full")
     assert full.count("PERFORMANCE ANALYSIS") == 1  # the run is its only split
@@ -706,6 +708,12 @@ def test_a_build_of_less_than_ten_seconds_gets_three_lines():
     long = longer(disk_bound(), 2)
     assert not is_short_run(long)
     assert analysis_text(long, summaries, analysis="auto") == analysis_text(long, summaries)
+
+
+def test_import_time_does_not_count_for_the_ten_seconds():
+    timeline = made(CPU, Span("start_up", "imports", 0, 9), Span("read", "worker-0", 9, 12, "T"))
+    assert is_short_run(timeline)
+    assert analysis_text(timeline, analysis="auto").startswith("Performance: 3.00 s.")
 
 
 def test_a_short_analysis_without_a_suggestion_or_without_time():
