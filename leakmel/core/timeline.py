@@ -530,6 +530,13 @@ class Analysis:
     def advice(self) -> list[str]:
         "The suggestions, or why there is none, as sentences."
         nothing = f"Nothing to change: the measurements show no setting that would shorten {self.limiting}."
+        gain_s = next(iter(self.bounds.values()), 0.0)
+        is_starved = any(text.startswith("LOW QUEUE DEPTH") for text in self.findings)
+        if gain_s < BOTTLENECK_SHARE * self.wall_s and not is_starved:
+            nothing = (
+                f"Nothing to change: no stage reaches the threshold of {100 * BOTTLENECK_SHARE:.0f} %; the best change would save at most "
+                f"{gain_s:.2f} of {self.wall_s:.2f} s."
+            )
         return [str(s) for s in self.suggestions] or [nothing if self.limiting else self.limit_text]
 
     def __str__(self) -> str:

@@ -533,7 +533,7 @@ def test_a_balanced_run_has_nothing_to_change():
     found = analyse(made(CPU, *spans))
     assert max(found.bounds.values()) < BOTTLENECK_SHARE * found.wall_s
     assert (found.findings, found.suggestions) == ((), ())
-    assert found.advice[0].startswith("Nothing to change: ")
+    assert found.advice[0].startswith("Nothing to change: no stage reaches the threshold of 25 %")
 
 
 # ---- what is never said
