@@ -297,9 +297,7 @@ def main_and_checks(
     checks = dict.fromkeys(
         s
         for s in timeline.spans
-        if s.stage == "verify"
-        and s.lane.startswith("publisher")
-        and s.start_s < first.get(s.split, -math.inf)
+        if s.stage == "verify" and s.lane.startswith("publisher") and s.start_s < first.get(s.split, math.inf)
     )
     return [s for s in timeline.spans if s not in checks], list(checks)
 
@@ -308,8 +306,11 @@ def interval_s(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
 ) -> tuple[float, float] | None:  # seconds since the timeline began; None without a span
-    "Return the start of the first and the end of the last span; background checks count for the whole run only."
-    own = timeline.spans if split is None else [s for s in main_and_checks(timeline)[0] if s.split == split]
+    "Return the start of the first and the end of the last span; background checks of a split count only where it has nothing else."
+    own = timeline.spans
+    if split is not None:
+        own = [s for s in main_and_checks(timeline)[0] if s.split == split]
+        own = own or [s for s in timeline.spans if s.split == split]
     return (min(s.start_s for s in own), max(s.end_s for s in own)) if own else None
 
 # %% ../../nbs/core/timeline.ipynb #7b8685d9
@@ -465,7 +466,8 @@ def _least_s(
         own = np.array([(start, end) for start, end, _ in pieces]).reshape(-1, 2)
         seconds = np.diff(np.clip(ends, own[:, :1], own[:, 1:])) / n_lanes[kinds[lane]]  # [pieces, phases]
         np.add.at(work[kinds[lane]], [STAGES.index(stage) for *_, stage in pieces], seconds)
-    return np.max([own.sum(axis=0) - own for own in work.values()], axis=0, initial=0.0).sum(axis=1)
+    nothing = np.zeros((len(STAGES), len(ends) - 1))
+    return np.max([nothing, *(own.sum(axis=0) - own for own in work.values())], axis=0).sum(axis=1)
 
 # %% ../../nbs/core/timeline.ipynb #8090a37e
 MIN_ANALYSED_S = 0.1  # the shares of a shorter run are not reproducible

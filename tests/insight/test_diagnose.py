@@ -273,6 +273,8 @@ def test_incomplete_split_counts_its_existing_rows():
     timeline = made(CPU, Span("verify", "publisher-0", 0, 2, "A"))
     assert interval_s(timeline, "A") == (0, 2)
     assert attribute(timeline, "A") == pytest.approx({"verify": 2, "wait": 0})
+    assert len(main_and_checks(timeline)[1]) == 1
+    assert analyse(timeline, "A").wall_s == 2
 
 
 # ---- made timelines with a known answer
