@@ -265,6 +265,8 @@ def test_selected_items_can_be_loaded_and_resumed(networks, kind):
         with loader() as three_:
             three_.order.load_state_dict(state)
             assert torch.equal(torch.cat([b.items for b in three_]), items[150:])
+        picked.close()
+        assert len(new.read(np.arange(2))) == 2, "the data sets stay open"
 
 
 # People

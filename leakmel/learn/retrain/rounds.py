@@ -250,7 +250,7 @@ def apply_human_labels(
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #871dc7a3
 class SegmentSubset(Segments):
-    "Selected segments as training items."
+    "Selected segments as training items; closing it closes no data set."
 
     def __init__(
         self,
@@ -284,6 +284,10 @@ class SegmentSubset(Segments):
     def places(self, items: np.ndarray) -> np.ndarray:
         "[B] where items lie among all items of the data sets."
         return self.numbers[np.asarray(items, np.int64)]
+
+    def close(self) -> None:
+        "Release the memory; the data sets stay open."
+        self.preloaded = None
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #62a45405
 def source_digest(
