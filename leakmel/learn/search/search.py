@@ -518,8 +518,10 @@ class SearchResult(RowTable):
         s = self.summary
         best = self.best
         ended = ", ".join(f"{n} {state}" for state in ("pruned", "failed") if (n := s[f"{state}_trials"]))
-        f1s = [[a.f1 for a in self.again if a.number == n] for n in (0, best.number)]
-        seeds = " for the initial settings, ".join(f"{min(v):.4f} to {max(v):.4f}" for v in f1s if v)
+        again = s["other_seeds"] or {"seeds": 0}
+        ranges = [again[k] for k in ("base", "best") if k in again]
+        f1s = ["undefined" if None in r else f"{r[0]:.4f} to {r[1]:.4f}" for r in ranges]
+        seeds = f"{again['seeds']} other seed{'s' * (again['seeds'] != 1)}: {' for the initial settings, '.join(f1s)}"
         found = (  # the title, the text, and whether it is shown
             ("BEWARE", s["stamp"], s["stamp"]),
             (
@@ -529,7 +531,7 @@ class SearchResult(RowTable):
             ),
             ("initial", f"F1 {self.base.f1:.4f}: {changes_text(self.base.changes)}", True),
             ("best", f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}", best.number),
-            ("seeds", f"F1 with other seeds: {seeds} for the best ones", s["other_seeds"]),
+            ("seeds", f"F1 with {seeds} for the best ones", s["other_seeds"]),
             (
                 "settings",
                 f"importance (PED-ANOVA, approximate): {', '.join(f'{n} {v:.2f}' for n, v in self.importances.items())}",
