@@ -550,8 +550,9 @@ def utilization(
 
     columns = ["time_s", *(key for _, key, *_ in _CURVES)]
     load = pd.DataFrame(timeline.samples, columns=columns, dtype=float).set_index("time_s")
-    counters = load.filter(like="disk_")  # become rates
-    load[counters.columns] = counters.diff().div(load.index.to_series().diff(), axis=0)
+    for key in load.filter(like="disk_"):  # counters become rates
+        counter = load[key].dropna()
+        load[key] = counter.diff() / counter.index.to_series().diff()
     rows: dict[str, list[Trace]] = {}
     for row, key, name, factor, colour in _CURVES:
         values = factor * load[key].dropna()

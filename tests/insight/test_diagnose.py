@@ -273,6 +273,8 @@ def test_incomplete_split_counts_its_existing_rows():
     timeline = made(CPU, Span("verify", "publisher-0", 0, 2, "A"))
     assert interval_s(timeline, "A") == (0, 2)
     assert attribute(timeline, "A") == pytest.approx({"verify": 2, "wait": 0})
+    assert len(main_and_checks(timeline)[1]) == 1
+    assert analyse(timeline, "A").wall_s == 2
 
 
 # ---- made timelines with a known answer
@@ -533,7 +535,7 @@ def test_a_balanced_run_has_nothing_to_change():
     found = analyse(made(CPU, *spans))
     assert max(found.bounds.values()) < BOTTLENECK_SHARE * found.wall_s
     assert (found.findings, found.suggestions) == ((), ())
-    assert found.advice[0].startswith("Nothing to change: ")
+    assert found.advice[0].startswith("Nothing to change: no stage reaches the threshold of 25 %")
 
 
 # ---- what is never said
@@ -689,6 +691,7 @@ def longer(timeline: Timeline, factor: float) -> Timeline:
 def test_a_build_of_less_than_ten_seconds_gets_three_lines():
     summaries = [summary_of(found=800, kept_files=0, read_workers=2)]
     timeline = shorter(disk_bound(), 10)
+    timeline.spans.append(Span("start_up", "imports", 0.0, 0.05, ""))
     assert is_short_run(timeline)
     text = analysis_text(timeline, summaries, width=300, analysis="auto")
     lines = text.splitlines()
@@ -698,6 +701,7 @@ def test_a_build_of_less_than_ten_seconds_gets_three_lines():
         "The limiting stage is read",
         "read_workers",
     ]
+    assert "(800 files)" in lines[0]
     assert lines[0].endswith('analysis="full"')
     full = analysis_text(timeline, summaries, analysis="full")
     assert full.count("PERFORMANCE ANALYSIS") == 1  # the run is its only split
@@ -706,6 +710,12 @@ def test_a_build_of_less_than_ten_seconds_gets_three_lines():
     long = longer(disk_bound(), 2)
     assert not is_short_run(long)
     assert analysis_text(long, summaries, analysis="auto") == analysis_text(long, summaries)
+
+
+def test_import_time_does_not_count_for_the_ten_seconds():
+    timeline = made(CPU, Span("start_up", "imports", 0, 9), Span("read", "worker-0", 9, 12, "T"))
+    assert is_short_run(timeline)
+    assert analysis_text(timeline, analysis="auto").startswith("Performance: 3.00 s.")
 
 
 def test_a_short_analysis_without_a_suggestion_or_without_time():

@@ -236,6 +236,10 @@ def test_other_seeds_are_tried_for_both(right: SearchResult) -> None:
     assert [(a.number, a.seed) for a in right.again] == [(0, 4), (right.best.number, 4)]
     assert right.summary["other_seeds"]["seeds"] == 1
     assert right.summary["verdict"] in repr(right)
+    assert "F1 with 1 other seed: " in repr(right)
+    seeds = {"seeds": 2, "base": [None, None], "best": [0.5, 0.75]}
+    text = repr(replace(right, summary=right.summary | {"other_seeds": seeds}))
+    assert "F1 with 2 other seeds: undefined for the initial settings, 0.5000 to 0.7500 for the best" in text
 
 
 @each(
@@ -445,18 +449,20 @@ class DyingPool(ThreadPoolExecutor):
 @pytest.mark.parametrize(
     "lost", ["simulated", pytest.param("killed", marks=(pytest.mark.slow, pytest.mark.long))]
 )
-def test_trial_of_a_killed_process_is_repeated(
+def test_trial_of_a_killed_process_fails_and_the_search_is_resumed(
     sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     pool: Executor = DeadlyPool(1, get_context("spawn")) if lost == "killed" else DyingPool(1)
     with pool, raises("worker-died", MachineError, says="leakmel-trial-2"):
         searched(sets, tmp_path / "run", cluster=pool, again=0)
-    assert [t.number for t in stored(tmp_path / "run")] == [0, 1]
-    assert [t.number for t in stored(tmp_path / "run", running=True)] == [2]
+    trials = stored(tmp_path / "run")
+    assert [t.state for t in trials] == ["complete", "complete", "failed"]
+    assert "leakmel-trial-2" in trials[2].error
     with ThreadPoolExecutor(1) as other:
-        searched(sets, tmp_path / "run", cluster=other)
-    assert_same(tmp_path / "run", right)
+        result = searched(sets, tmp_path / "run", cluster=other, again=0)
+    assert [t.state for t in result.trials] == ["complete", "complete", "failed", "complete"]
+    assert plain(tmp_path / "run")[:2] == plain(right.folder)[:2]
 
 
 class BrokenPool(ThreadPoolExecutor):

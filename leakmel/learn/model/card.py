@@ -270,6 +270,9 @@ class Provenance:
             np.union1d(self.recordings, other.recordings), self.is_complete and other.is_complete
         )
 
+    def __repr__(self) -> str:
+        return f"Provenance({len(self.recordings):,} recordings{'' if self.is_complete else ', and perhaps others'})"
+
 # %% ../../../nbs/learn/model/card.ipynb #508a8552
 def _content_digests(ds: Segments) -> np.ndarray | None:
     "Digests of the samples of the chosen recordings, empty for silent ones; None where they are not known."

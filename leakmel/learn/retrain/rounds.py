@@ -250,7 +250,7 @@ def apply_human_labels(
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #871dc7a3
 class SegmentSubset(Segments):
-    "Selected segments as training items."
+    "Selected segments as training items; closing it closes no data set."
 
     def __init__(
         self,
@@ -284,6 +284,10 @@ class SegmentSubset(Segments):
     def places(self, items: np.ndarray) -> np.ndarray:
         "[B] where items lie among all items of the data sets."
         return self.numbers[np.asarray(items, np.int64)]
+
+    def close(self) -> None:
+        "Release the memory; the data sets stay open."
+        self.preloaded = None
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #62a45405
 def source_digest(
@@ -632,19 +636,22 @@ def items_record(
     }
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #f2cceca1
+class EarlierLabelsWarning(UserWarning):
+    "Warning: the record of an earlier round is missing, so its labels by people are not known."
+
+
 @contextmanager
-def record_errors(folder: Path, number: int) -> Iterator[Path]:
-    "Give the path of the record of a round; what reading it raises becomes a DataError."
-    path = round_folder(folder, number) / RECORD
+def record_errors(path: Path, remedy: str) -> Iterator[None]:
+    "Raise a DataError for an error in reading the record of a round."
     try:
-        yield path
+        yield
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
         raise DataError(
             "the file is not the record of a round",
             code="not-a-round",
             path=path,
             found=f"{type(e).__name__}: {show_path(str(e)[:100])}",
-            remedy="restore it from a copy, or start in another folder",
+            remedy=remedy,
         ) from e
 
 
@@ -652,12 +659,18 @@ def earlier_labels(
     folder: Path,  # of all rounds
     lineage: Lineage | None,  # None: no round was begun
     task: Task,
-) -> dict[str, int]:  # as of `labels_by_content`; raises DataError for a missing or damaged record
+) -> dict[str, int]:  # as of `labels_by_content`; raises DataError for a damaged record
     "Return the labels by people of the rounds whose challenger became champion."
     found: dict[str, int] = {}
     known = {show_path(name): k for k, name in enumerate(task.model_names)} | {"": LEFT_OUT}
+    remedy = "restore it from a copy, or move it away: its labels by people are then not known"
     for champion in lineage.champions[1:] if lineage else ():
-        with record_errors(folder, champion.round) as path:
+        path = round_folder(folder, champion.round) / RECORD
+        if not os.path.lexists(path):
+            text = f"{show_path(path)} is missing: the labels by people of this round are not known"
+            warnings.warn(text, EarlierLabelsWarning, stacklevel=3)
+            continue
+        with record_errors(path, remedy):
             given = ((p["content"], p["class"]) for p in read_own_json(path)["human_labels"])
             found |= {content: known[name] for content, name in given if content and name in known}
     return found
@@ -729,7 +742,9 @@ def finish_interrupted_round(
     number = max(finished_rounds(folder), default=0)
     if lineage is None or number <= lineage.current.round:
         return lineage
-    with record_errors(folder, number) as path:
+    remedy = "move the folder of this round away; the champion before this round stays champion"
+    path = round_folder(folder, number) / RECORD
+    with record_errors(path, remedy):
         record = read_own_json(path)
         if not record["replaced"] or record["champion"] != asdict(lineage.current):
             return lineage
@@ -930,7 +945,8 @@ def retrain(
 
     with folder_lock(folder, "round"):
         lineage = finish_interrupted_round(folder)
-        number = max(finished_rounds(folder), default=0) + 1
+        before = [*finished_rounds(folder), *(c.round for c in (lineage.champions if lineage else ()))]
+        number = max(before, default=0) + 1
         holder = _champion(folder, lineage, champion)
         with open_parts(holder, new_data, replay, testing, validation) as parts:
             digest = _check_test_set(folder, lineage, holder, parts)

@@ -144,6 +144,10 @@ class ReviewRecordings:
     def __len__(self) -> int:
         return len(self.table)
 
+    def __repr__(self) -> str:
+        left = f"; {self.rejected:,} others cannot be read" if self.rejected else ""
+        return f"{len(self):,} recordings of {show_path(self.folder)}{left}"
+
     @cached_property
     def recordings(self) -> list[Any]:
         "The rows of the table as named tuples, with their number as `Index`."
@@ -681,6 +685,9 @@ class ReviewApp:
         if self.controls:
             self._make_widgets()
             self.show()
+
+    def __repr__(self) -> str:
+        return f"ReviewApp({self.session!r})"
 
     def _ipython_display_(self) -> None:
         from IPython.display import HTML, display

@@ -518,8 +518,10 @@ class SearchResult(RowTable):
         s = self.summary
         best = self.best
         ended = ", ".join(f"{n} {state}" for state in ("pruned", "failed") if (n := s[f"{state}_trials"]))
-        f1s = [[a.f1 for a in self.again if a.number == n] for n in (0, best.number)]
-        seeds = " for the initial settings, ".join(f"{min(v):.4f} to {max(v):.4f}" for v in f1s if v)
+        again = s["other_seeds"] or {"seeds": 0}
+        ranges = [again[k] for k in ("base", "best") if k in again]
+        f1s = ["undefined" if None in r else f"{r[0]:.4f} to {r[1]:.4f}" for r in ranges]
+        seeds = f"{again['seeds']} other seed{'s' * (again['seeds'] != 1)}: {' for the initial settings, '.join(f1s)}"
         found = (  # the title, the text, and whether it is shown
             ("BEWARE", s["stamp"], s["stamp"]),
             (
@@ -529,7 +531,7 @@ class SearchResult(RowTable):
             ),
             ("initial", f"F1 {self.base.f1:.4f}: {changes_text(self.base.changes)}", True),
             ("best", f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}", best.number),
-            ("seeds", f"F1 with other seeds: {seeds} for the best ones", s["other_seeds"]),
+            ("seeds", f"F1 with {seeds} for the best ones", s["other_seeds"]),
             (
                 "settings",
                 f"importance (PED-ANOVA, approximate): {', '.join(f'{n} {v:.2f}' for n, v in self.importances.items())}",
@@ -697,15 +699,21 @@ class _Search:
         "Run trials until their number or the time is reached; then train initial and best settings with other seeds."
         ends = time.monotonic() + seconds
         for most in (1, n_trials):  # the first trial must succeed before others begin
+            lost = list[tuple[Trial, Exception]]()  # of processes that ended
             for trial, error in self.trained(self.proposals(most, again, ends, seconds)):
-                # five failures in a row, or an executor that accepts nothing more: the next search repeats its trials
-                is_failing = all(t.state == "failed" for t in self.trials[-4:])
-                if error is not None and (is_failing or isinstance(error.__cause__, BrokenExecutor)):
-                    raise error
+                if error is not None and all(t.state == "failed" for t in self.trials[-4:]):
+                    raise error  # the first trial must succeed, and one of five in a row
+                if error is not None and isinstance(error.__cause__, BrokenExecutor):
+                    lost.append((trial, error))
+                    continue
                 self.keep(trial)
                 best = best_of(self.trials)
                 self.bar.update(len(self.trials), f"best F1 {best.f1:.4f} in trial {best.number}")
                 announce(repr(trial), show=self.show)
+            if len(lost) == 1:
+                self.keep(lost[0][0])
+            if lost:  # of several, the one that ended the processes is not known: the next search repeats all
+                raise lost[0][1]
         best = best_of(self.trials)
         if not best.number or len(self.trials) < n_trials and self.reserve >= seconds:
             return
