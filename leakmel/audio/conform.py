@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from leakmel.audio.wav import Recording, digest_of, shortest_stall
-from leakmel.core.errors import RecordingError, SpecError, VerifyError
+from leakmel.core.errors import MachineError, RecordingError, SpecError, VerifyError
 from leakmel.core.files import read_at
 
 # %% ../../nbs/audio/conform.ipynb #7500e0e3
@@ -197,14 +197,26 @@ def to_mono(
     return row, "downmixed" + "+opposite_phase" * opposite_phase(samples, mean)
 
 # %% ../../nbs/audio/conform.ipynb #061eca92
+def import_soxr() -> ModuleType:  # raises MachineError where it is not installed
+    "Import soxr, the package for resampling."
+    try:
+        import soxr
+    except ImportError as e:
+        raise MachineError(
+            "resampling needs the package soxr",
+            code="missing-package",
+            remedy="pip install soxr, or reject other rates (rate='reject')",
+        ) from e
+    return soxr
+
+
 def to_rate(
     samples: np.ndarray,  # [n] int16 or float32
     source_hz: int,
     target_hz: int,
 ) -> np.ndarray:  # [round(n * target / source)] float32
     "Resample by soxr VHQ in float64."
-    import soxr
-
+    soxr = import_soxr()
     x = samples.astype(np.float64) / 32768 if samples.dtype == np.int16 else samples.astype(np.float64)
     y = soxr.resample(x, source_hz, target_hz, quality="VHQ").astype(np.float32)
     return fit_length(y, resampled_length(len(x), source_hz, target_hz))
@@ -230,11 +242,17 @@ def fit_length(
 MAX_PEAK = 2.0**20  # times full scale
 
 
+_MAX_GAIN = 256  # float samples above it are rather in the scale of integers
+
+
 def integer_scale(
     peak: float,  # largest absolute value of float samples
 ) -> str:
     "Return a sentence on float samples far above 1: what to divide them by."
-    return f"float samples must lie from -1 to 1, these reach {peak:.5g}; divide them by their full scale, for example 32768 for values of 16 bits"
+    bits = next((bits for bits in (16, 24) if peak <= 1.5 * 2 ** (bits - 1)), 32)
+    kind = f"such values often are in the scale of {bits}-bit integers: divide them by {2 ** (bits - 1)}"
+    advice = kind if peak > _MAX_GAIN else "divide them by their full scale"
+    return f"float samples must lie from -1 to 1, these reach {peak:.5g}; {advice}"
 
 
 def check_range(

@@ -284,6 +284,10 @@ class FoundFiles:
             )
         return sorted(left, key=lambda problem: problem.path)
 
+    def leave_out(self, kind: str, path: bytes, root: bytes, why: str) -> None:
+        "Note an entry that is not read."
+        self.left_out.append(Problem(kind, show_path(os.path.relpath(path, root)), why))
+
     def pass_over(self, folder: bytes, root: bytes, named: Collection[bytes] = ()) -> None:
         "Count the recordings in and below a folder that is not listed; what cannot be read counts as empty."
         waiting = [folder]
@@ -417,9 +421,7 @@ def found_below(
         except (FileNotFoundError, NotADirectoryError):
             return  # removed while the folder was listed
         if st is None:
-            found.left_out.append(
-                Problem("link", show_path(os.path.relpath(entry.path, base)), _NOT_FOLLOWED)
-            )
+            found.leave_out("link", entry.path, base, _NOT_FOLLOWED)
         elif wanted and stat.S_ISREG(st.st_mode):
             found.add(entry.path[cut:], st.st_size, st.st_mtime_ns)
             on_found(1)
@@ -432,7 +434,7 @@ def found_below(
             else:
                 waiting.append(entry.path)
         elif wanted:
-            found.left_out.append(Problem("special", show_path(os.path.relpath(entry.path, base)), _SPECIAL))
+            found.leave_out("special", entry.path, base, _SPECIAL)
 
     while waiting or links:
         by_link = by_link or not waiting  # a real folder below `folder` is always listed
@@ -440,7 +442,7 @@ def found_below(
         try:
             here = os.stat(path)
             if (here.st_dev, here.st_ino) in listed and by_link:
-                found.left_out.append(Problem("link", show_path(os.path.relpath(path, base)), _LISTED))
+                found.leave_out("link", path, base, _LISTED)
                 continue
             listed.add((here.st_dev, here.st_ino))
             found.folders.append(path[cut:])

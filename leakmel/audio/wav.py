@@ -300,18 +300,8 @@ def parse_header(
         raise RecordingError(
             "unsupported", f"{n_bytes} bytes of samples, at most {MAX_SAMPLE_BYTES} are read", offset=start
         )
-    return WavHeader(
-        container,
-        encoding,
-        rate,
-        channels,
-        bits,
-        align,
-        start,
-        size,
-        fmt_start,
-        _unclaimed_bytes(read, fitting, n_file, size),
-    )
+    unread = _unclaimed_bytes(read, fitting, n_file, size)
+    return WavHeader(container, encoding, rate, channels, bits, align, start, size, fmt_start, unread)
 
 # %% ../../nbs/audio/wav.ipynb #11e4070b
 DIGEST_ALGORITHM = "xxh3-128"

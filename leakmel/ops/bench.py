@@ -651,6 +651,9 @@ def sample_size(
     return min(n_there, max(MIN_FILES, min(MAX_FILES, fitting)))
 
 # %% ../../nbs/ops/bench.ipynb #74100e7e
+_NO_ADVICE = "no setting is clearly faster than the defaults, so builds need no options"
+
+
 def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: str) -> dict[str, Any]:
     "Run all phases and return the figures."
     pool = trials.sample
@@ -661,9 +664,8 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
     engine, _ = open_chosen(trials.engine, spec, len(manifest), root=manifest.root, device=trials.device)
     with engine:
         on_device = engine.device.split(":")[0]
-    trials = replace(
-        trials, engine=engine.name, device=on_device if trials.device == "auto" else trials.device
-    )
+    device = on_device if trials.device == "auto" else trials.device
+    trials = replace(trials, engine=engine.name, device=device)
     full = plan_workers(config, spec, engine, max(map(len, manifest.listings)))
 
     def offer(n: int) -> dict[str, dict[str, int]]:
@@ -690,6 +692,7 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
     best, listing = best_candidate(builds, list(tried)), trials.sample.listings[0]
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in tried[best].items())
     advice = f"{best} is clearly faster: leakmel build ... {options}"
+    # from a warm page cache, for the choice of engines
     rate = next(x["files_per_s"] for x in builds["warm"] if x["name"] == best)
     return record_head("tune") | {
         "leakmel_version": lm.__version__,
@@ -706,11 +709,8 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         "interval": "listing to published file, without fsync and check",
         "builds": builds,
         "settings": tried[best],
-        # from a warm page cache, for the choice of engines
         "rate": {"engine": f"{engine.name}/{on_device}", "files_per_s": rate},
-        "advice": advice
-        if options
-        else "no setting is clearly faster than the defaults, so builds need no options",
+        "advice": advice if options else _NO_ADVICE,
         "notes": notes,
         "verified": _verify_settings(trials, tried[best]),
     }

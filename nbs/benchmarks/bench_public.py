@@ -165,7 +165,7 @@ def _row_of(measured: dict[str, Any] | None, grouping: str) -> list[str]:
     own = next((g for g in rows if grouping in (g["by"], *g["same_groups"])), None)
     if own is None:
         return ["", "not measured", "not measured", "not measured"]
-    if "left_out" in own:
+    if own["left_out"] is not None:
         return [str(own["groups"]), own["left_out"]["reason"], "", ""]
     detector, level = own["models"]["detector"], own["models"]["level"]
     return [

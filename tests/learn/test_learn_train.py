@@ -741,7 +741,7 @@ def test_use_of_the_machine_is_that_of_each_epoch(
 
 def test_command(sets: Path, tmp_path: Path, right: TrainResult, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "run"
-    assert main(["train", str(sets), "--out", str(out), *WORDS]) == 0
+    assert main(["train", str(sets), "--out", str(out), *WORDS, "--full"]) == 0
     output = capsys.readouterr()
     assert "F1" in output.out
     assert max(map(len, output.out.splitlines())) <= 100

@@ -421,8 +421,9 @@ def check_target(
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #cdb738a4
 def _missing_labels(manifest: Manifest) -> list[str]:
-    found = set(np.unique(np.concatenate([x.label_ids for x in manifest.listings])).tolist())
-    return [name for k, name in enumerate(manifest.label_names) if k not in found]
+    found = np.concatenate([x.label_ids for x in manifest.listings])
+    counts = np.bincount(found[found >= 0], minlength=len(manifest.label_names))
+    return [name for name, n in zip(manifest.label_names, counts.tolist()) if n == 0]
 
 
 def _labels_without_recordings(manifest: Manifest) -> list[str]:
