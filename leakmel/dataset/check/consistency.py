@@ -15,7 +15,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from leakmel.audio.conform import FIGURES, add_faults, check_range, quality_figures
+from leakmel.audio.conform import FIGURES, add_faults, check_range, import_soxr, quality_figures
 from leakmel.audio.labels import BEFORE_COLUMN, BY_COLUMN
 from leakmel.audio.listing import (
     LONGEST_NAME,
@@ -85,9 +85,7 @@ def expected_row(
             raise RecordingError("wrong_rate", f"{recording.sample_rate} Hz")
         rates = recording.sample_rate, spec.sample_rate
         n = int(np.floor(n * spec.sample_rate / recording.sample_rate + 0.5))
-        import soxr
-
-        row = soxr.resample(_full_scale(row), *rates, quality="VHQ").astype(np.float32)
+        row = import_soxr().resample(_full_scale(row), *rates, quality="VHQ").astype(np.float32)
         parts.append("resampled")
     if n < spec.n_samples and spec.short == "reject":
         raise RecordingError("too_short", f"{n} samples")
