@@ -52,7 +52,7 @@ _TIME = re.compile(
     r"(?:[.,](\d{1,6})|[-_](\d{3}))?(Z|[+-]\d\d:?\d\d)?",
     re.ASCII,
 )
-_TIME_IN_NAME = re.compile(rf"(?<![0-9A-Za-z]){_TIME.pattern}(?![0-9A-Za-z])", re.ASCII)
+_TIME_IN_NAME = re.compile(rf"(?<![0-9A-Za-z]){_TIME.pattern}(?![0-9A-Za-z:])", re.ASCII)
 _DATE = re.compile(r"(\d{4})([-_.]?)(\d\d)\2(\d\d)", re.ASCII)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
 

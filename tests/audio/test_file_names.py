@@ -138,8 +138,6 @@ NO_TIMES = [
     "",
     "noon",
     "20251110",
-    "20251110_0203",
-    "2025-11-10_02-03",
     "020304",
     "12345678_123456",
     "20251310_020304",
@@ -172,6 +170,7 @@ def test_times_of_loggers() -> None:
 
 
 def test_other_numbers_are_no_times() -> None:
+    assert {iso_time(text) for text in ("20251110_0203", "2025-11-10_02-03")} == {"2025-11-10T02:03:00"}
     assert [text for text in NO_TIMES if iso_time(text)] == []
 
 

@@ -710,7 +710,7 @@ def test_every_kind_has_a_meaning_and_one_group() -> None:
     output = {
         kind
         for p in sources.glob("*.py")
-        for kind in re.findall(r'(?:Problem|left_out\.add)\("(\w+)"', p.read_text(encoding="utf-8"))
+        for kind in re.findall(r'(?:Problem|leave_out)\("(\w+)"', p.read_text(encoding="utf-8"))
     }
     assert {"duplicate", "gain_1", "link"} <= output
     assert output <= set(kinds), "a kind that is said and not explained"
