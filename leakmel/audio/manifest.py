@@ -468,10 +468,12 @@ def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[byte
     "Refuse split folders one level deeper: all folders of that level, in folders without recordings next to them."
     places = sorted({tuple(os.fsdecode(folder).split("/")[:2]) for folder in folders if b"/" in folder})
     outer = {name for name, _ in places}
+    if not outer or not all(split_name(inner) for _, inner in places):
+        return
     steps = [os.fsdecode(path).split("/") for path in paths]
     first = next((p[0] for p in steps if len(p) > 3), None)
     is_label = first is None and steps and all(p[0] in outer for p in steps)
-    if not all(split_name(inner) for _, inner in places) or any(p[0] in outer for p in steps if len(p) == 2):
+    if any(p[0] in outer for p in steps if len(p) == 2):
         return
     if first is not None or is_label:
         first = first or steps[0][0]
