@@ -190,7 +190,7 @@ def test_every_page_exists(site):
     for path in site.rglob("*.html"):
         assert f"{ROOT}/" not in path.read_text(encoding="utf-8"), path.name
     text = (site / "commands.html").read_text(encoding="utf-8")
-    for command in ("demo", "scan", "build", "verify", "train", "predict"):
+    for command in ("init --demo", "scan", "build", "verify", "train", "predict"):
         assert f"usage: leakmel {command}" in text
     assert "n_fft" in (site / "api" / "mel" / "spec.html").read_text(encoding="utf-8")
 

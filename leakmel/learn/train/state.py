@@ -376,11 +376,11 @@ def learning_curves(
         if any(map(math.isfinite, values))
     ]
     note = (
-        "No validation data: the curves do not show how well other recordings are classified"
-        if all(math.isnan(e.f1) for e in epochs)
-        else "F1 of whole recordings at the epoch's own threshold; the training loss is taken with augmentation and dropout, of all classes, "
-        "and is not the same figure as the log loss"
+        "F1 of whole recordings at the epoch's own threshold; the training loss is taken with augmentation and dropout, of all classes, and is not "
+        "the same figure as the log loss"
     )
+    if all(math.isnan(e.f1) for e in epochs):
+        note = "No validation data: the curves do not show how well other recordings are classified"
     fig = styled_figure(
         traces,
         _curves_title(epochs, best),
@@ -413,12 +413,16 @@ def _curves_title(epochs: Sequence[EpochFigures], best: int) -> str:
     return f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}{end}"
 
 # %% ../../../nbs/learn/train/state.ipynb #dc006e43
+_SHOWN = ["loss", "val_loss", "val_segment_accuracy", "f1", "auc", "batches_per_s", "seconds"]
+
+
 class TrainingDisplay(Progress):
-    "Progress display of a training: a bar with epoch, loss and F1; a context manager."
+    "Progress display of a training: a bar, and a table of the epochs in a notebook; a context manager."
 
     def __init__(self, state: "TrainingState", show: str):  # as for Progress
         self.training = state
         self.loss = math.nan
+        self.table: Any = None  # handle of one output of a notebook
         total = state.settings.epochs * len(state.loader)
         super().__init__(total, unit="batches", label="training", show=show, n_before=state.stepper.n_done)
 
@@ -429,11 +433,19 @@ class TrainingDisplay(Progress):
             self.show_epoch()
 
     def epoch(self, figures: EpochFigures, advice: str | None) -> None:
-        "Update the bar after an epoch."
+        "Update the bar and the table after an epoch."
         if advice:
             announce(f"epoch {figures.epoch}: {advice}", show=self._kind)
         self.loss = figures.loss
         self.show_epoch()
+        if self._kind == "notebook":
+            from IPython.display import display
+
+            table = history_table(self.training.epochs)[_SHOWN].round(4)
+            if self.table is None:
+                self.table = display(table, display_id=True)
+            else:
+                self.table.update(table)
 
     def show_epoch(self, doing: str = "") -> None:
         "Show epoch, loss and F1 in a few words."
