@@ -154,11 +154,7 @@ def _parser(
         )
         p.short, p.example = command.short, command.example
         p.add_argument(
-            "--help-all",
-            action=_ShowAllOptions,
-            nargs=0,
-            default=argparse.SUPPRESS,
-            help="show every option",
+            "--help-all", action=_ShowAllOptions, nargs=0, default=argparse.SUPPRESS, help="show every option"
         )
         p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         p.add_argument("--quiet", action="store_true", help="show no progress")

@@ -508,10 +508,7 @@ class Build(WithFeatures):
         return Outcome(made, body | {"path": show_path(made.path)}, text)
 
 # %% ../nbs/operations.ipynb #92fe2a7a
-def build_text(
-    result: "BuildResult",
-    run: Run,
-) -> str:
+def build_text(result: "BuildResult", run: Run) -> str:
     "Return how a data set was built: the time, the engine and the page cache."
     from leakmel.dataset.run.publish import rate_text, reused_rows_sentence
     from leakmel.insight.dashboard import cache_sentence

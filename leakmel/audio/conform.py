@@ -264,8 +264,7 @@ def check_range(
         raise RecordingError("nonfinite", "a sample is not a finite number")
     if peak > MAX_PEAK:
         raise RecordingError(
-            "unsupported",
-            f"{integer_scale(peak)}; at most {MAX_PEAK:.0f} times full scale is computed from",
+            "unsupported", f"{integer_scale(peak)}; at most {MAX_PEAK:.0f} times full scale is computed from"
         )
 
 # %% ../../nbs/audio/conform.ipynb #38d5b701

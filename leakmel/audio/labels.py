@@ -697,12 +697,7 @@ def import_tracks(
         ranges = read_track(track, column)
         label = label_of(ranges, classes, leak_label)
         decision = Decision(
-            path,
-            read_wav(root / path).digest,
-            label,
-            by,
-            now_utc(),
-            f"track {show_path(track.name)}"[:200],
+            path, read_wav(root / path).digest, label, by, now_utc(), f"track {show_path(track.name)}"[:200]
         )
         if label == SKIPPED:
             texts = ", ".join(sorted({r.text for r in ranges if r.text}))[:200]

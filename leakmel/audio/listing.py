@@ -34,9 +34,7 @@ from leakmel.core.errors import (
 from leakmel.core.store import StorePath, absolute_folder, list_objects, names_in
 
 # %% ../../nbs/audio/listing.ipynb #9be0afab
-def is_recording_name(
-    name: bytes,
-) -> bool:
+def is_recording_name(name: bytes) -> bool:
     "Whether a file of this name counts as a recording."
     return name.lower().endswith((b".wav", b".wave")) and not name.startswith(b".")
 

@@ -181,10 +181,7 @@ class Manifest:
             part_of=(number, n_parts),
         )
 
-    def save(
-        self,
-        file: str | os.PathLike,
-    ) -> Path:  # raises OutputError
+    def save(self, file: str | os.PathLike) -> Path:  # raises OutputError
         "Store the manifest in a file, without the columns that `scan(content=True)` reads."
         head = {
             "format": _FORMAT,

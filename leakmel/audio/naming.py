@@ -77,9 +77,7 @@ def clock_time(
     return _iso(_TIME.fullmatch(text)) if len(text) <= 40 else ""
 
 
-def whole_time(
-    text: str,
-) -> str:  # as `clock_time`
+def whole_time(text: str) -> str:  # as `clock_time`
     "A time or a date that is the whole text, in ISO 8601; a date is its first second."
     date = _DATE.fullmatch(text)
     return clock_time(f"{date[1]}{date[3]}{date[4]}_000000" if date else text)
@@ -99,9 +97,7 @@ TIME_FORMS = "20251110_020000, 20251110_0200, 20251110, 2025-11-10_02-00-00 or 2
 
 
 @lru_cache(4096)
-def number_in(
-    text: str,
-) -> float:  # the first number; NaN if there is none, or float32 cannot hold it
+def number_in(text: str) -> float:  # the first number; NaN if there is none, or float32 cannot hold it
     "The number in the part of a name."
     found = _NUMBER.search(text)
     value = float(found.group()) if found else math.nan
@@ -477,11 +473,7 @@ class Naming:
         has_value = {"start_time": parts.start_time, "gain": not math.isnan(parts.gain)}
         unread = tuple((name, values[name]) for name in _FORMS if name in values and not has_value[name])
         return ParsedPath(
-            split,
-            folder if self.labels_by_folder else values.get("label"),
-            parts,
-            found is not None,
-            unread,
+            split, folder if self.labels_by_folder else values.get("label"), parts, found is not None, unread
         )
 
     def to_json(self) -> str:

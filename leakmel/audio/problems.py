@@ -545,9 +545,7 @@ FACTS = np.dtype(
 CONTENT_COLUMNS = ("split", "path", "code", "message", *(FACTS.names or ()))  # columns of the table
 
 
-def read_facts(
-    path: str | bytes | os.PathLike,
-) -> tuple[Any, ...]:  # in the order of FACTS
+def read_facts(path: str | bytes | os.PathLike) -> tuple[Any, ...]:  # in the order of FACTS
     "Read the facts of one recording; raises RecordingError if it cannot become a row."
     try:
         recording = read_wav(path)

@@ -137,9 +137,7 @@ def _places(names: list[str], file: Path, columns: dict[str, str], needed: Colle
 MAX_TABLE_BYTES = 1 << 30
 
 
-def read_table_bytes(
-    file: Path,
-) -> bytes:  # raises DataError
+def read_table_bytes(file: Path) -> bytes:  # raises DataError
     "Read a file of text; refuse special files (a named pipe would block) and very large ones."
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -199,9 +197,7 @@ def decode_text(
     return text
 
 
-def read_text(
-    file: str | os.PathLike,
-) -> str:  # raises DataError
+def read_text(file: str | os.PathLike) -> str:  # raises DataError
     "Read a text file that a person or a program saved."
     return decode_text(read_table_bytes(Path(file)), Path(file))
 
@@ -331,9 +327,7 @@ def table_number(
     return value
 
 
-def dashed_date(
-    text: str,
-) -> str:
+def dashed_date(text: str) -> str:
     "Write the date at the beginning of a text as YYYY-MM-DD, where a spreadsheet has D.M.YYYY or YYYY/M/D."
     return _DATE.sub(lambda m: f"{m[3] or m[4]}-{m[2] or m[5]:0>2}-{m[1] or m[6]:0>2}", text.strip())
 

@@ -41,8 +41,7 @@ def text_key(
 
 # %% ../../nbs/core/comparison.ipynb #ck440007
 def match_texts(
-    wanted: Collection[str],
-    known: Iterable[str],
+    wanted: Collection[str], known: Iterable[str]
 ) -> dict[str, str]:  # wanted -> known; without those that no known text, or more than one, can be
     "Find the known text that each wanted one means: an equal one, or the only other one with its key."
     names = set(known)
@@ -57,9 +56,7 @@ def match_texts(
     return found
 
 
-def likely_leak(
-    labels: Sequence[str],
-) -> str:  # the first one where none is likelier
+def likely_leak(labels: Sequence[str]) -> str:  # the first one where none is likelier
     "Return the label that is part of all others, as LEAK is of NO_LEAK."
     keys = [text_key(label).casefold() for label in labels]
     return next((label for label, key in zip(labels, keys) if all(key in other for other in keys)), labels[0])

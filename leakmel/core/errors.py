@@ -249,16 +249,10 @@ def write_error(
     reason, remedy = explain(error, path, writing=True)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(
-            f"there is no room left on the file system ({reason})",
-            code="no-space",
-            path=path,
-            remedy=remedy,
+            f"there is no room left on the file system ({reason})", code="no-space", path=path, remedy=remedy
         )
     return OutputError(
-        f"the path cannot be written ({reason})",
-        code="write-failed",
-        path=path,
-        remedy=remedy,
+        f"the path cannot be written ({reason})", code="write-failed", path=path, remedy=remedy
     )
 
 # %% ../../nbs/core/errors.ipynb #668a898e

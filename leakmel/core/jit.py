@@ -219,9 +219,7 @@ def half_bits(x: Vector) -> Vector:
     return (half | (bits.high(16) & 0x8000)).low(SHORTS)
 
 # %% ../../nbs/core/jit.ipynb #537a2364
-def compiled(
-    signature: str,
-) -> Callable[[Callable[..., Any]], Any]:  # a decorator
+def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:  # a decorator
     "Compile a function now; it releases the interpreter lock (GIL)."
     return njit(signature, nogil=True, no_cfunc_wrapper=True)
 

@@ -313,9 +313,7 @@ def mean(
     return sum(seconds * value for seconds, value in spans) / weight if weight > 0 else peak(samples, key)
 
 # %% ../../nbs/core/monitor.ipynb #90755b43
-def size_text(
-    n_bytes: float,
-) -> str:
+def size_text(n_bytes: float) -> str:
     "Format a number of bytes in kB, MB or GB (powers of ten)."
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= factor:

@@ -329,9 +329,7 @@ def refuse_unused(
 Groups = Mapping[str, tuple[type[Operation], ...]]  # commands by the title of their group
 
 
-def commands_help(
-    groups: Groups,
-) -> str:
+def commands_help(groups: Groups) -> str:
     "Return the help of the commands of some groups."
     lines = ["usage: leakmel COMMAND ..."]
     for name, classes in groups.items():

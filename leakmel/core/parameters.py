@@ -457,9 +457,6 @@ def add_field_options(
         )
 
 
-def given_fields(
-    args: argparse.Namespace,
-    cls: type,
-) -> dict[str, Any]:  # name -> value
+def given_fields(args: argparse.Namespace, cls: type) -> dict[str, Any]:  # name -> value
     "Fields of a dataclass that were given as options."
     return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}

@@ -203,9 +203,7 @@ def _check_endpoints(path: StorePath) -> None:  # raises UsageError
         )
 
 
-def open_store(
-    path: StorePath,
-) -> Any:  # a store of obstore for the bucket; raises LeakmelError
+def open_store(path: StorePath) -> Any:  # a store of obstore for the bucket; raises LeakmelError
     "Open the bucket of a URL with the credentials of the environment."
     _obstore()
     _check_endpoints(path)

@@ -30,10 +30,7 @@ def machine_error(
     if isinstance(error, OSError):
         cause, remedy = explain(error, error.filename or "")
         return MachineError(
-            f"the system reported an error ({cause})",
-            code="machine",
-            path=error.filename,
-            remedy=remedy,
+            f"the system reported an error ({cause})", code="machine", path=error.filename, remedy=remedy
         )
     return error
 

@@ -131,9 +131,7 @@ class Timeline:
         self.gauges.append(Gauge(name, self.now_s(), value))
 
 # %% ../../nbs/core/timeline.ipynb #3c8ed224
-def covered_s(
-    spans: Iterable[Span],
-) -> float:
+def covered_s(spans: Iterable[Span]) -> float:
     "Seconds covered by at least one span."
     starts, ends = np.array(sorted((s.start_s, s.end_s) for s in spans)).reshape(-1, 2).T
     before = np.maximum.accumulate([-math.inf, *ends])[:-1]  # the end of all earlier spans
@@ -288,9 +286,7 @@ def read_timeline(path: str | os.PathLike) -> Timeline:
     return timeline
 
 # %% ../../nbs/core/timeline.ipynb #967bc909
-def main_and_checks(
-    timeline: Timeline,
-) -> tuple[list[Span], list[Span]]:
+def main_and_checks(timeline: Timeline) -> tuple[list[Span], list[Span]]:
     'Divide the spans: "verify" spans of publishers that start before the first "publish" span of their split run in the background.'
     published = sorted((s for s in timeline.spans if s.stage == "publish"), key=lambda s: -s.start_s)
     first = {s.split: s.start_s for s in published}  # the earliest of a split
@@ -355,10 +351,7 @@ def attribute(
     return {name: s for name, s in seconds.items() if s > 0} | {"wait": idle_s}
 
 # %% ../../nbs/core/timeline.ipynb #e6dba12e
-def percent_text(
-    part: float,
-    whole: float,
-) -> str:  # in whole per cent; 0 % of nothing
+def percent_text(part: float, whole: float) -> str:  # in whole per cent; 0 % of nothing
     "Return a share as text."
     return f"{100 * part / whole:.0f} %" if whole > 0 else "0 %"
 
@@ -729,9 +722,7 @@ def _without_imports(timeline: Timeline) -> Timeline:
     return rest
 
 
-def is_short_run(
-    timeline: Timeline,
-) -> bool:  # also for a timeline without a span
+def is_short_run(timeline: Timeline) -> bool:  # also for a timeline without a span
     "Return whether a run took less than SHORT_RUN_S of wall time, without imports."
     first, last = interval_s(_without_imports(timeline)) or (0.0, 0.0)
     return last - first < SHORT_RUN_S

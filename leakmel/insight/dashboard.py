@@ -230,9 +230,7 @@ def read_runs(
     return found, skipped
 
 # %% ../../nbs/insight/dashboard.ipynb #62af9b10
-def runs_table(
-    runs: Sequence[RunRecord],
-) -> str:
+def runs_table(runs: Sequence[RunRecord]) -> str:
     "Format runs as a table, with the settings that differ."
     head = ("run", "created (UTC)", "files", "s", "files/s", "verified", "engine", "mode", "page cache")
     table: list[tuple[str, ...]] = [head]
@@ -380,9 +378,7 @@ class Card:
         return filled(_CARD, card=self)
 
 
-def run_card(
-    run: RunRecord,
-) -> Card:
+def run_card(run: RunRecord) -> Card:
     "Return the summary card of a run."
     reports, changed = list(run.reports.values()), modified_data_sets(run)
     ok = all(r["verified"].get("ok") for r in reports) and not changed if reports else None
@@ -428,9 +424,7 @@ def rejected_card(
 NO_TIMELINE = "No analysis: the folder holds no report with a timeline."
 
 
-def advice(
-    run: RunRecord,
-) -> str:  # paragraphs of text
+def advice(run: RunRecord) -> str:  # paragraphs of text
     "Return the bottleneck analysis of a run."
     texts = [
         analysis_text(t, [r for n, r in run.reports.items() if run.timelines.get(n) is t])
@@ -439,9 +433,7 @@ def advice(
     return "\n\n".join(texts) or NO_TIMELINE
 
 
-def stage_reports(
-    run: RunRecord,
-) -> str:  # paragraphs of text
+def stage_reports(run: RunRecord) -> str:  # paragraphs of text
     "Return the stage table of each data set of a run."
     counts = ("found", "rows", "rejected", "seconds")
     texts = [
@@ -456,9 +448,7 @@ _COLUMNS = ["split", "label", "rms_db"]
 _UNREADABLE = (LeakmelError, OSError, KeyError, ValueError, TypeError, IndexError)
 
 
-def data_table(
-    run: RunRecord,
-) -> "tuple[pd.DataFrame, list[str]]":
+def data_table(run: RunRecord) -> "tuple[pd.DataFrame, list[str]]":
     "Return split, label and rms_db (dB re full scale) of each row, and a sentence per file that was skipped."
     import pandas as pd
 

@@ -361,9 +361,7 @@ def _set_axes(fig: "go.Figure", spec: MelSpec, segments: range) -> None:
     )
 
 
-def recording_figure(
-    state: Explorer,
-) -> "go.Figure":  # raises LeakmelError if the recording cannot be read
+def recording_figure(state: Explorer) -> "go.Figure":  # raises LeakmelError if the recording cannot be read
     "Draw the waveform, log-mel spectrogram and mean spectrum of the selected segments."
     spec, segments = state.spec, state.segments
     samples, status, mels = state.read()

@@ -303,9 +303,7 @@ def as_float(
     return (samples / np.float32(32_768 if samples.dtype == np.int16 else 1)).astype(np.float32)
 
 
-def mono(
-    recording: Recording,
-) -> np.ndarray:  # [n] float32, full scale 1
+def mono(recording: Recording) -> np.ndarray:  # [n] float32, full scale 1
     "Return the mean of the channels; values that are not finite are 0."
     return np.nan_to_num(as_float(recording.samples).mean(axis=1, dtype=np.float32))
 

@@ -55,9 +55,7 @@ TEXT_COLOUR, LINE_COLOUR = "#7a7a7a", "rgba(128,128,128,0.25)"
 Trace = dict[str, Any]  # of a figure, as plotly takes it: `type` and its properties
 
 
-def f32(
-    values: ArrayLike,
-) -> np.ndarray:
+def f32(values: ArrayLike) -> np.ndarray:
     "Convert to float32, which plotly stores as bytes."
     return np.asarray(values, dtype=np.float32)
 
@@ -451,9 +449,7 @@ def _spectrum_title(names: list[str], means: np.ndarray, hz: np.ndarray) -> str:
     return f"{names[high]} is up to {gap:.0f} dB louder than {names[low]}, most at {hz[band]:,.0f} Hz"
 
 # %% ../../nbs/insight/plots.ipynb #312a033b
-def exclusive_bar(
-    timeline: Timeline,
-) -> "go.Figure":
+def exclusive_bar(timeline: Timeline) -> "go.Figure":
     "Draw the exclusive time of each stage, for a run and its splits."
     splits = list(dict.fromkeys(s.split for s in timeline.spans if s.split))
     shares = {plain_text(name): attribute(timeline, name) for name in splits}
@@ -542,9 +538,7 @@ _CURVES = (
 )
 
 
-def utilization(
-    timeline: Timeline,
-) -> "go.Figure":
+def utilization(timeline: Timeline) -> "go.Figure":
     "Draw the measured load of CPU, memory, disk and GPU over time."
     import pandas as pd
 

@@ -78,12 +78,7 @@ class _Training(Operation):
         left = tuple(word for word in self.leave_out if word)
         return {"leak_label": self.leak_label, "kind": self.kind, "leave_out": left}
 
-    def find(
-        self,
-        data: str | None,
-        testing: str | None,
-        run: Run,
-    ) -> "DataSets":
+    def find(self, data: str | None, testing: str | None, run: Run) -> "DataSets":
         "Find the data sets."
         from leakmel.learn.plans import find_data_sets
 

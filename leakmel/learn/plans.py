@@ -125,10 +125,7 @@ def find_model(
     return newest[0], f"the newest of {newest[1]:,} below {where}; set LEAKMEL_MODEL or model for another one"
 
 # %% ../../nbs/learn/plans.ipynb #2b7985ae
-def run_summary(
-    result: TrainResult,
-    evaluation: Evaluation | None,
-) -> dict[str, Any]:
+def run_summary(result: TrainResult, evaluation: Evaluation | None) -> dict[str, Any]:
     "Return training and evaluation as plain values."
     known = result.detector.evaluations
     advice = {"evaluation_result": evaluation_result(known), "next_steps": result.next_steps}

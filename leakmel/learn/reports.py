@@ -45,9 +45,7 @@ _N_BINS = 40  # of the histogram
 _NEAR_THRESHOLD = 0.05  # of a score to the threshold
 
 
-def score_histogram(
-    predictions: Predictions,
-) -> "go.Figure":
+def score_histogram(predictions: Predictions) -> "go.Figure":
     "Draw the histogram of the scores."
     if not len(predictions):
         return styled_figure([], "No recording was scored", height=120)
@@ -82,9 +80,7 @@ def score_histogram(
     return fig.add_vline(x=threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
 
 # %% ../../nbs/learn/reports.ipynb #06365f3d
-def score_by_level(
-    predictions: Predictions,
-) -> "go.Figure":
+def score_by_level(predictions: Predictions) -> "go.Figure":
     "Draw the score of each recording over its level."
     table = predictions.table
     audible = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > SILENT_DB)]
@@ -264,9 +260,7 @@ def prediction_report(
     return write_report(path, title, text.partition("\n")[0], sections)
 
 # %% ../../nbs/learn/reports.ipynb #8fbd898d
-def promotion_plot(
-    done: "Round",
-) -> "go.Figure":
+def promotion_plot(done: "Round") -> "go.Figure":
     "Draw the figures of champion and challenger on the test set, with confidence intervals."
     duel = done.duels["testing"]
     traces = []

@@ -51,10 +51,7 @@ MATERIALS = {
         f"{_BOOK}: rigid PVC 2.4 to 2.75 in slow tests; 5.0 in acoustic models; usual estimated",
     ),
     "pe": Material(
-        0.7,
-        1.6,
-        2.5,
-        "PE 80, PE 100: 0.76 GPa in slow tests; 2.2 GPa fits measured speeds; rest estimated",
+        0.7, 1.6, 2.5, "PE 80, PE 100: 0.76 GPa in slow tests; 2.2 GPa fits measured speeds; rest estimated"
     ),
     "pex": Material(0.4, 0.8, 1.6, "crosslinked polyethylene: 0.46 GPa at 20 °C (Pexgol); rest estimated"),
 }
@@ -135,10 +132,7 @@ def _source(given: str | os.PathLike | Recording) -> tuple[Recording, str]:
     if isinstance(given, Recording):
         return given, ""
     name = os.path.basename(os.fspath(given))
-    return (
-        read_wav(given),
-        parse_name(os.fsencode(name)).start_time or iso_time(os.path.splitext(name)[0]),
-    )
+    return (read_wav(given), parse_name(os.fsencode(name)).start_time or iso_time(os.path.splitext(name)[0]))
 
 
 def _channels(

@@ -389,12 +389,7 @@ def next_block(
 class DeviceBlock:
     "Rows that are computed together on a device."
 
-    def __init__(
-        self,
-        pieces: list[BatchPart],
-        events: EventSet,
-        give_back: Callable[["DeviceBlock"], None],
-    ):
+    def __init__(self, pieces: list[BatchPart], events: EventSet, give_back: Callable[["DeviceBlock"], None]):
         self.pieces = pieces
         self.events = events
         self.n = pieces[-1].in_block.stop

@@ -37,10 +37,7 @@ def hz_to_mel(
     return np.where(hz < _SLANEY_BREAK_HZ, hz / _SLANEY_HZ_PER_MEL, log_part)
 
 
-def mel_to_hz(
-    mel: np.ndarray | float,
-    scale: Literal["htk", "slaney"],
-) -> np.ndarray:  # Hz
+def mel_to_hz(mel: np.ndarray | float, scale: Literal["htk", "slaney"]) -> np.ndarray:  # Hz
     "Convert a mel scale to frequency, the inverse of `hz_to_mel`."
     mel = np.asarray(mel, np.float64)
     if scale == "htk":
@@ -54,10 +51,7 @@ def mel_to_hz(
 
 # %% ../../nbs/mel/spec.ipynb #9a282d3f
 def mel_corners_hz(
-    n_mels: int,
-    f_min_hz: float,
-    f_max_hz: float,
-    scale: Literal["htk", "slaney"],
+    n_mels: int, f_min_hz: float, f_max_hz: float, scale: Literal["htk", "slaney"]
 ) -> np.ndarray:  # [M + 2] Hz: lower corner, centres, upper corner
     "Corner frequencies of the triangular filters."
     low, high = hz_to_mel(f_min_hz, scale), hz_to_mel(f_max_hz, scale)

@@ -233,11 +233,7 @@ class TorchEngine(DeviceEngine):
     host_chain: Any = _HostChain  # of a thread
 
     def __init__(
-        self,
-        spec: MelSpec,
-        *,
-        device: str | list[Device] = "auto",
-        options: DeviceOptions | None = None,
+        self, spec: MelSpec, *, device: str | list[Device] = "auto", options: DeviceOptions | None = None
     ):
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -301,9 +297,7 @@ class TorchaudioLogMel:
     "Stock MelSpectrogram with the logarithm and the segments of a spec, on one device."
 
     def __init__(
-        self,
-        spec: MelSpec,
-        device: torch.device | str = "cpu",
+        self, spec: MelSpec, device: torch.device | str = "cpu"
     ):  # raises UnsupportedSpec if the transform cannot compute the spec, EngineUnavailable without torchaudio
         for name, what in (("n_fft", "an odd FFT length"), ("sample_rate", "an odd sample rate")):
             if getattr(spec, name) % 2:
@@ -410,11 +404,7 @@ class TorchaudioEngine(TorchEngine):
     host_chain = _StockHostChain
 
     def __init__(
-        self,
-        spec: MelSpec,
-        *,
-        device: str | list[Device] = "auto",
-        options: DeviceOptions | None = None,
+        self, spec: MelSpec, *, device: str | list[Device] = "auto", options: DeviceOptions | None = None
     ):
         TorchaudioLogMel(spec)  # rejects a spec before a device is opened
         super().__init__(spec, device=device, options=options)

@@ -66,9 +66,7 @@ def bin_tiles(
     return np.array(found, np.int32)
 
 # %% ../../nbs/mel/triton_kernel.ipynb #b7dc3456
-def place_table(
-    spec: MelSpec,
-) -> np.ndarray:  # [D, R] int64, -1 where a frame has fewer than R places
+def place_table(spec: MelSpec) -> np.ndarray:  # [D, R] int64, -1 where a frame has fewer than R places
     "Row offsets of the first band of each distinct frame; bands follow at a distance of T."
     first, places = frame_places(spec)
     counts = np.diff(first)
@@ -98,9 +96,7 @@ LAUNCHES = {
 }  # by major compute capability; Triton 3.6 and 3.7 compile the kernel for 10.x and 11.x to a bare trap
 
 
-def launch_for(
-    device: torch.device,
-) -> Launch:
+def launch_for(device: torch.device) -> Launch:
     "Fixed launch configuration of a device; raises EngineError for a GPU of a kind that is not in LAUNCHES."
     if device.type != "cuda":
         return Launch()

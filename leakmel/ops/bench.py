@@ -91,9 +91,7 @@ def run_leakmel(
     return ProcessRun(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, body, started)
 
 # %% ../../nbs/ops/bench.ipynb #2f2ea9f1
-def spread(
-    values: list[float],
-) -> dict[str, float]:  # median, least, most
+def spread(values: list[float]) -> dict[str, float]:  # median, least, most
     "Return median and range."
     return {"median": median(values), "least": min(values), "most": max(values)}
 
@@ -138,9 +136,7 @@ def commit() -> dict[str, Any]:
     return {"commit": git("rev-parse", "HEAD"), "changed": None if changes is None else bool(changes)}
 
 
-def record_head(
-    suite: str,
-) -> dict[str, Any]:
+def record_head(suite: str) -> dict[str, Any]:
     "Return what the record of every suite begins with: suite, time, commit and machine."
     made_utc = datetime.now(UTC).isoformat(timespec="seconds")
     return {"suite": suite, "made_utc": made_utc, **commit(), "machine": machine_facts()}
@@ -173,9 +169,7 @@ def _is_dropped(path: str | os.PathLike) -> bool:
         return not cached_share(f.fileno())
 
 
-def read_into_cache(
-    paths: Iterable[str | os.PathLike],
-) -> None:
+def read_into_cache(paths: Iterable[str | os.PathLike]) -> None:
     "Read files into the page cache, several at a time: a disk is slow at one request after the other."
 
     def read(some: list[str | os.PathLike]) -> None:
@@ -587,10 +581,7 @@ Score = dict[str, Any]  # of one setting, from one state of the page cache
 
 
 def scores_of(
-    found: Times,
-    failures: Mapping[Key, str],
-    cache: str,
-    n_files: int,
+    found: Times, failures: Mapping[Key, str], cache: str, n_files: int
 ) -> list[Score]:  # fastest first, those without a round last
     "Return files/s of the median, the slowest and the fastest round of trials from one state of the page cache."
     kinds = (("files_per_s", median), ("least", max), ("most", min))

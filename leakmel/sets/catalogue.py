@@ -121,9 +121,7 @@ def parse_aghashahi(parts: Parts) -> NamedRecording | None:
 def parse_dongguan(parts: Parts) -> NamedRecording | None:
     "Read a name like `pe-zone 2-0.305 MPa-1.6 ms-noise logger-0-1_2.wav`; the label is that of the folder or archive."
     found = re.fullmatch(
-        r"(?P<body>.+?)[-_](?P<w0>\d)-(?P<w1>\d)(?:_(?P<n>\d+))?",
-        _stem(parts, "wav"),
-        re.ASCII,
+        r"(?P<body>.+?)[-_](?P<w0>\d)-(?P<w1>\d)(?:_(?P<n>\d+))?", _stem(parts, "wav"), re.ASCII
     )
     label = label_of_folders(parts[:-1], LEAK_FOLDERS | NOISE_FOLDERS)
     if found is None or int(found["w1"]) != int(found["w0"]) + 1:

@@ -355,9 +355,7 @@ def _write_one(
 ) -> Converted:
     "Write one recording; return its facts."
     named = NamedRecording(
-        named.label,
-        show_path(named.group),
-        {name: show_path(value) for name, value in named.columns.items()},
+        named.label, show_path(named.group), {name: show_path(value) for name, value in named.columns.items()}
     )
     below = named.label or BACKGROUND
     name, source = _free_name(member.parts[-1], taken[below]), show_path("/".join(member.parts))
@@ -368,12 +366,7 @@ def _write_one(
     else:
         path.write_bytes(member.data)
     return Converted(
-        f"{below}/{name}",
-        source,
-        named,
-        named.group,
-        hashlib.sha256(member.data).hexdigest(),
-        _facts(path),
+        f"{below}/{name}", source, named, named.group, hashlib.sha256(member.data).hexdigest(), _facts(path)
     )
 
 

@@ -592,10 +592,7 @@ def write_examples() -> None:
     here = {PAGES.get(name, name): NOTEBOOKS / f"{name}.ipynb" for name in EXAMPLES}
     here = {page: p for page, p in here.items() if p.exists() and (SOURCE / f"{page}.ipynb").exists()}
     listed = "\n".join(f"- [{title_of(p)}]({page}.ipynb): {sentence(p)}" for page, p in here.items())
-    write_text(
-        "examples",
-        "\n\n".join(["# Examples", EXAMPLES_TEXT, listed, toctree(list(here), "hidden:")]),
-    )
+    write_text("examples", "\n\n".join(["# Examples", EXAMPLES_TEXT, listed, toctree(list(here), "hidden:")]))
 
 
 def title_of(path: Path) -> str:

@@ -326,10 +326,7 @@ class Ground:
 
 
 def admit(
-    ground: Ground,
-    name: str,
-    contestant: Contestant,
-    geometry: str,
+    ground: Ground, name: str, contestant: Contestant, geometry: str
 ) -> dict[
     str, Any
 ]:  # n_files, check, peak_bytes, versions; raises EngineUnavailable, or LeakmelError for what failed or is not right
@@ -698,10 +695,7 @@ def _below(figures: dict[str, Any]) -> list[str]:
     if figures.get("originals"):
         most = max((k for e in figures["contestants"].values() for k in e["n_files"].values()), default=0)
         count = f"up to {most:,} files (hard links to {figures['originals']:,} recordings, which leakmel reports as duplicates)"
-    return [
-        *lines,
-        f"{count}, {rounds_text(figures)}, {m['n_cores']} cores ({m['cpu']}), commit {commit}",
-    ]
+    return [*lines, f"{count}, {rounds_text(figures)}, {m['n_cores']} cores ({m['cpu']}), commit {commit}"]
 
 
 def compare_markdown(

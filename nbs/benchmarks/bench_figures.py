@@ -42,10 +42,7 @@ def times(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
 
 
-def scaled(
-    spread: Spread | None,
-    factor: float,
-) -> Spread | None:
+def scaled(spread: Spread | None, factor: float) -> Spread | None:
     "A spread in another unit."
     return None if spread is None else {key: value * factor for key, value in spread.items()}
 

@@ -10,9 +10,7 @@ import psutil
 from leakmel.core.errors import MachineError
 
 
-def tree_bytes(
-    process: psutil.Process,
-) -> int:  # bytes; 0 when it has ended
+def tree_bytes(process: psutil.Process) -> int:  # bytes; 0 when it has ended
     "Memory of a process and of all that descend from it, as it is now."
     resident, shares, tree = [], [], [process]
     with suppress(psutil.Error):

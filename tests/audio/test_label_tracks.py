@@ -5,12 +5,7 @@ import os
 import pytest
 from each import each
 
-from leakmel.audio.labels import (
-    TimeRange,
-    label_of,
-    read_track,
-    write_track,
-)
+from leakmel.audio.labels import TimeRange, label_of, read_track, write_track
 from leakmel.core.errors import DataError
 
 LABELS = ["LEAK", "NOLEAK", "PUMP"]

@@ -222,11 +222,7 @@ def test_groups_hidden_folders_and_loose_files(tmp_path: Path) -> None:
     assert m.counts() == {"TRAINING": {"(no label)": 1, "LEAK": 3, "NOLEAK": 1}}
     assert dict(zip(m.listings[0].paths, m.table["folder"]))[b"LEAK/site 1/deep/er/c.wav"] == "site 1/deep/er"
     folders = m.table["folder"]
-    assert folders[folders != ""].value_counts().to_dict() == {
-        "LEAK": 1,
-        "site 1": 1,
-        "site 1/deep/er": 1,
-    }
+    assert folders[folders != ""].value_counts().to_dict() == {"LEAK": 1, "site 1": 1, "site 1/deep/er": 1}
 
 
 @each("name", ["lost+found", "System Volume Information", "@eaDir"])
@@ -685,11 +681,7 @@ def failing_below(folder: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_folder_that_cannot_be_listed_stops_the_scan(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    below: str,
-    code: int,
-    kind: type[LeakmelError],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str, code: int, kind: type[LeakmelError]
 ) -> None:
     put(tmp_path, "TRAINING/LEAK/a.wav")
     failing_below(tmp_path / below, code, monkeypatch)

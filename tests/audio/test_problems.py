@@ -782,11 +782,7 @@ def test_hostile_names_are_escaped(tmp_path: Path) -> None:
         spec=SPEC,
         progress="none",
     )
-    for html in (
-        m._repr_html_(),
-        m.report(100)._repr_html_(),
-        build_card([result])._repr_html_(),
-    ):
+    for html in (m._repr_html_(), m.report(100)._repr_html_(), build_card([result])._repr_html_()):
         page = Tags(html)
         assert set(page.tags) <= {
             "div",

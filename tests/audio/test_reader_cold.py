@@ -245,9 +245,7 @@ def reader_of_missing_files(sizes: list[int], label_ids: list[int] | None = None
     return BatchReader(x, MelSpec.preset("disjoint"))
 
 
-def test_prefetch_window_is_bounded_in_bytes_and_skips_large_files(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prefetch_window_is_bounded_in_bytes_and_skips_large_files(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = ReadAhead([reader_of_missing_files([100] * 10 + [5000] + [100] * 10)], files=512, n_bytes=800)
     asked, thread = started(ahead, monkeypatch)
     assert settle(asked, 8) == 8
@@ -515,11 +513,7 @@ def no_thread_is_left() -> bool:
 @each("mode", ["stream", "preload"])
 @each("fault", [OSError(errno.EMFILE, "no"), ImportError("no numba"), RuntimeError("no")])
 def test_prefetch_fault_does_not_stop_the_build(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    fault: Exception,
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, fault: Exception
 ) -> None:
     def fail(paths: list[bytes], sizes: np.ndarray) -> int:
         raise fault

@@ -53,11 +53,7 @@ def sparse(path: Path, n_bytes: int, encoding: str = "pcm16") -> Path:
     ],
 )
 def test_more_samples_than_a_recording_may_have_are_refused_before_memory_is_asked_for(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    encoding: str,
-    n_bytes: int,
-    needed: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, n_bytes: int, needed: int
 ) -> None:
     monkeypatch.setattr(wav, "read_payload", lambda fd, header: pytest.fail("memory was asked for"))
     error = refusal(sparse(tmp_path / "giant.wav", n_bytes, encoding))

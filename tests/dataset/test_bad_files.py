@@ -121,14 +121,7 @@ def test_too_many_rejected_files_prevent_publication_and_allow_resume(
     with raises("too-many-rejected", BadFilesError, path=data, says="10 of 40") as raised:
         build(data, target, worker_layout, max_rejected=0.2, **named)
     output = str(raised.value)
-    for words in (
-        "25 %",
-        "20 %",
-        "7 empty, 3 not_wav",
-        "NOLEAK/y 0.wav",
-        "NOLEAK/z 0.wav",
-        "max_rejected",
-    ):
+    for words in ("25 %", "20 %", "7 empty, 3 not_wav", "NOLEAK/y 0.wav", "NOLEAK/z 0.wav", "max_rejected"):
         assert words in output, words
     assert raised.value.exit_code == 1
     assert raised.value.__notes__ == [

@@ -132,9 +132,7 @@ def test_an_engine_that_cannot_be_opened_is_named(
     right = lm.build(demo, split="testing", out=tmp_path / "right.h5", engine="cpu", **QUIET)
     costs = engine_choice._EXPECTED
     monkeypatch.setattr(
-        engine_choice,
-        "_EXPECTED",
-        {k: v if k[1] == "cpu" else (0, 0, 0, False) for k, v in costs.items()},
+        engine_choice, "_EXPECTED", {k: v if k[1] == "cpu" else (0, 0, 0, False) for k, v in costs.items()}
     )
     monkeypatch.setattr(engine_choice, "_HOST_US", 0.001)
     made = lm.build(demo, split="testing", out=tmp_path / "x.h5", **QUIET)

@@ -936,8 +936,7 @@ sys.exit(main(sys.argv[1:]))
 @ANY_LAYOUT
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "delay"),
-    [(signal.SIGTERM, 0.0), pytest.param(signal.SIGINT, 0.3, marks=pytest.mark.long)],
+    ("number", "delay"), [(signal.SIGTERM, 0.0), pytest.param(signal.SIGINT, 0.3, marks=pytest.mark.long)]
 )
 def test_signal_from_outside_ends_the_build(tmp_path, number, delay):
     write_demo(tmp_path / "data", n_files=600)

@@ -99,16 +99,7 @@ def patch(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     allocate = writer.fallocate
     real = {
         name: getattr(os, name)
-        for name in (
-            "open",
-            "pwrite",
-            "write",
-            "ftruncate",
-            "fsync",
-            "fdatasync",
-            "replace",
-            "unlink",
-        )
+        for name in ("open", "pwrite", "write", "ftruncate", "fsync", "fdatasync", "replace", "unlink")
     }
 
     def opened(path: Any, flags: int, *args: Any, **named: Any) -> int:

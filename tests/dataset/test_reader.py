@@ -279,11 +279,7 @@ def put(name: str, value) -> Callable[[h5py.File], None]:
             "incomplete-data-set",
             "'segments_waveform': 4",
         ),
-        (
-            put("segments_waveform", np.zeros((5, 512), np.float32)),
-            "damaged-data-set",
-            "segments_waveform",
-        ),
+        (put("segments_waveform", np.zeros((5, 512), np.float32)), "damaged-data-set", "segments_waveform"),
         (put("labels_json", '["LEAK"]'), "damaged-data-set", "labels"),
         (put("labels_json", '{"LEAK": 0, "NOLEAK": 1, "CRACK": 2}'), "damaged-data-set", "labels"),
         (put("labels_json", "[1, 2, 3]"), "damaged-data-set", "labels"),

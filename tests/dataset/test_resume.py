@@ -1019,13 +1019,7 @@ def test_interrupt_after_the_last_row_reuses_all_rows(
 def test_unchanged_build_removes_files_of_killed_builds(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "x.h5"
     build(data, target)
-    left = (
-        ".x.h5.partial",
-        ".x.h5.journal",
-        ".x.h5.partial.gz",
-        "..x.h5.state.new",
-        ".x.h5.report.json.new",
-    )
+    left = (".x.h5.partial", ".x.h5.journal", ".x.h5.partial.gz", "..x.h5.state.new", ".x.h5.report.json.new")
     for name in left:
         (target.parent / name).write_bytes(b"x")
     assert build(data, target).summary["nothing_to_do"]

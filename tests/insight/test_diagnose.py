@@ -15,15 +15,7 @@ import soundfile
 
 import leakmel as lm
 from leakmel.audio import conform
-from leakmel.core.timeline import (
-    META,
-    STAGES,
-    Gauge,
-    Span,
-    Timeline,
-    read_timeline,
-    write_timeline,
-)
+from leakmel.core.timeline import META, STAGES, Gauge, Span, Timeline, read_timeline, write_timeline
 from leakmel.core.errors import UsageError
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.source.loader import BatchReader
@@ -508,10 +500,7 @@ def test_copying_from_memory_is_no_fault_of_the_bus():
         *periodic_spans("copy_in", "cuda:0", 10, 0.1, 1.0, 0.9),
         *periodic_spans("compute", "cuda:0", 10, 0.1, 1.0, 1.0),
     ]
-    found = analyse(
-        made(GPU, *spans, read_workers=1),
-        summary=summary_of(read_workers=1),
-    )
+    found = analyse(made(GPU, *spans, read_workers=1), summary=summary_of(read_workers=1))
     assert found.findings[0].startswith("STAGE BOTTLENECK: ")
     assert names(found) == ["read_workers"]
 
@@ -612,12 +601,7 @@ def test_advice_fits_the_machine():
                         if meta is CPU:
                             assert s.parameter not in GPU_SETTINGS
                         assert 0 <= s.at_most_s <= found.wall_s
-    assert seen >= {
-        "compute_workers",
-        "read_workers",
-        "write_workers",
-        "read_ahead",
-    }
+    assert seen >= {"compute_workers", "read_workers", "write_workers", "read_ahead"}
 
 
 @each("timeline", [Timeline(), made(CPU), made(GPU, Span("read", "reader-0", 1, 1, "T"))])

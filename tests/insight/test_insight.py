@@ -8,14 +8,7 @@ from each import each
 
 from leakmel.core.errors import DataError
 from leakmel.core.timeline import STAGES, Gauge, Span, Timeline, covered_s, merge_lanes, pieces_by_lane
-from leakmel.core.timeline import (
-    analyse,
-    attribute,
-    interval_s,
-    queue_stats,
-    report_text,
-    stage_table,
-)
+from leakmel.core.timeline import analyse, attribute, interval_s, queue_stats, report_text, stage_table
 from leakmel.insight.plots import MAX_POINTS, STAGE_COLORS, frame_starts_s, mels_by_label
 from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
 
@@ -295,11 +288,7 @@ def test_utilization_draws_measured_values_and_names_missing_ones():
     fig = utilization(run)
     check_look(fig)
     assert fig.layout.title.subtitle.text == "Not measured: GPU, VRAM"
-    assert [t.name for t in fig.data] == [
-        "CPU, this process",
-        "RAM, this process",
-        "read from disk",
-    ]
+    assert [t.name for t in fig.data] == ["CPU, this process", "RAM, this process", "read from disk"]
     assert list(values(fig, "CPU, this process", "y")) == [101 + i for i in range(9)]
     assert values(fig, "read from disk", "y") == pytest.approx(2.0)
     assert fig.layout.title.text == "1.1 of 2 cores busy on average, 10 MB of RAM at most"

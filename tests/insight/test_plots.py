@@ -148,10 +148,7 @@ def test_figures_fit_light_and_dark_and_their_axes_have_units(figure):
 
 def test_names_are_escaped_in_html():
     names = ["<b>x</b>", "a\udcffb", "line\nbreak"]
-    for figure in (
-        classes_by_split(names, names),
-        spectrum_by_label(np.zeros((3, 2)), names, [1, 2]),
-    ):
+    for figure in (classes_by_split(names, names), spectrum_by_label(np.zeros((3, 2)), names, [1, 2])):
         text = figure.to_json()
         assert "<b>" not in text.replace("\\u003c", "<")
         json.loads(text.encode("utf-8"))

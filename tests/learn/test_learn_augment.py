@@ -15,14 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leakmel.core.errors import UsageError
-from leakmel.learn.model.net import (
-    add_power,
-    augment,
-    mask_plan,
-    noise_floors,
-    random_masks,
-    smooth_curves,
-)
+from leakmel.learn.model.net import add_power, augment, mask_plan, noise_floors, random_masks, smooth_curves
 from leakmel.learn.data.segments import open_loader
 from leakmel.learn.model.settings import AugmentSettings, TrainSettings, settings_from
 

@@ -52,10 +52,7 @@ def test_devices_by_name(monkeypatch):
         "cuda:0",
         "cuda:1",
     ]
-    assert [pick_device(name, registered=True) for name in ("fake", "fake:3")] == [
-        "fake:0",
-        "fake:3",
-    ]
+    assert [pick_device(name, registered=True) for name in ("fake", "fake:3")] == ["fake:0", "fake:3"]
     with raises("no-device", UsageError, found="'cuda:2', 2 GPUs"):
         pick_device("cuda:2")
     for name in ("", "gpu", "cuda:", "cuda:-1", "fake", "cpu:0", "CPU"):

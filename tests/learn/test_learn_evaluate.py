@@ -544,13 +544,7 @@ def test_logistic_regression_is_the_same_each_time_and_survives_odd_features():
     assert np.isfinite(wide[-1].coef_).all()
 
 
-@pytest.mark.parametrize(
-    ("x", "y"),
-    [
-        (np.ones((3, 1)), [1, 1, 1]),
-        (np.full((2, 1), np.nan), [1, 0]),
-    ],
-)
+@pytest.mark.parametrize(("x", "y"), [(np.ones((3, 1)), [1, 1, 1]), (np.full((2, 1), np.nan), [1, 0])])
 def test_logistic_fit_refuses_unusable_input(x, y):
     with pytest.raises(DataError):
         fit_logistic(x, np.array(y, bool))

@@ -43,10 +43,7 @@ def made(preset: str, **changes: Any) -> Detector:
 
 @pytest.mark.parametrize(
     ("preset", "changes"),
-    [
-        ("disjoint", {}),
-        ("overlap", {"sample_rate": 8000, "n_fft": 256, "n_mels": 20, "mel_norm": None}),
-    ],
+    [("disjoint", {}), ("overlap", {"sample_rate": 8000, "n_fft": 256, "n_mels": 20, "mel_norm": None})],
 )
 def test_program_has_the_scores_of_the_detector(preset, changes):
     detector = made(preset, **changes)

@@ -37,9 +37,7 @@ HOW: dict[str, Any] = {
     "checkpoints": CheckpointSettings(fsync=False),
 }
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

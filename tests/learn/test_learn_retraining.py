@@ -426,10 +426,7 @@ def one_round(networks, tmp_path_factory) -> tuple[Any, dict[str, Any], Path]:
     table = folder / "heard.csv"
     table.write_text(f"path,label\n{paths[0]},NOLEAK\n{paths[1]},LEAK\n")
     given_ = round_arguments(
-        networks,
-        folder / "rounds",
-        human_labels=table,
-        validation=networks[0]["validation"],
+        networks, folder / "rounds", human_labels=table, validation=networks[0]["validation"]
     )
     return retrain(**given_), given_, folder
 

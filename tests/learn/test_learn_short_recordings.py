@@ -475,8 +475,7 @@ def test_evaluation_equals_prediction_for_recordings_of_different_lengths(uneven
 def test_too_short_recordings_are_reported_before_training(rows, tmp_path):
     given = TrainSettings(detector="cnn", epochs=1, batch_size=16, channels=(4, 8))
     with pytest.warns(
-        TooShortWarning,
-        match="training: 4 of 20 recordings are shorter than one long segment",
+        TooShortWarning, match="training: 4 of 20 recordings are shorter than one long segment"
     ):
         done = lm.train(rows, out=tmp_path / "run", settings=given, device="cpu", progress=False)
     assert done.detector.record["training"]["recordings"] == 16
@@ -493,10 +492,7 @@ def test_a_data_set_of_too_short_recordings_is_refused(tmp_path):
     path = built(tmp_path / "wavs", tmp_path / "x.h5")
     with Segments(path) as ds:
         assert (len(ds), len(ds.rows), ds.n_too_short) == (0, 0, 6)
-    with (
-        pytest.warns(TooShortWarning),
-        raises("empty-class", DataError),
-    ):
+    with pytest.warns(TooShortWarning), raises("empty-class", DataError):
         lm.train(
             path,
             out=tmp_path / "run",
@@ -517,10 +513,7 @@ def test_nan_scores_are_refused(rows):
     detector = made_detector()
     with torch.no_grad():
         detector.classifier.get_parameter("classes.bias")[0] = torch.nan
-    with (
-        Segments(rows, level="recording") as ds,
-        pytest.raises(DataError, match="NaN or infinite"),
-    ):
+    with Segments(rows, level="recording") as ds, pytest.raises(DataError, match="NaN or infinite"):
         score_rows(detector, ds)
 
 
@@ -585,10 +578,7 @@ def test_gpu_scores_are_read_one_batch_later(rows, monkeypatch):
 
 
 def test_batches_of_zero_files_are_refused(rows):
-    with (
-        Segments(rows, level="recording") as ds,
-        pytest.raises(UsageError, match="must be at least 1"),
-    ):
+    with Segments(rows, level="recording") as ds, pytest.raises(UsageError, match="must be at least 1"):
         score_rows(made_detector(), ds, files_per_batch=0)
 
 

@@ -47,9 +47,7 @@ def made_detector() -> Detector:
     torch.manual_seed(0)
     _, n_short, n_mels, n_frames = spec_of(1.0).row_shape
     net = LeakNet(
-        NetSettings(n_mels, n_frames * n_short, channels=(4, 4)),
-        np.full(n_mels, -30.0),
-        np.full(n_mels, 3.0),
+        NetSettings(n_mels, n_frames * n_short, channels=(4, 4)), np.full(n_mels, -30.0), np.full(n_mels, 3.0)
     )
     with torch.no_grad():
         net.classes.weight.mul_(20)

@@ -364,11 +364,7 @@ def test_a_label_on_one_side_is_refused(tmp_path):
     with raises("label-in-one-part", DataError, found="LEAK is in 2 of 5 groups by recording"):
         group_split(few, "path", shares=three, allow_leaky_split=True)
     half = {"training": 0.5714, "testing": 0.4286}
-    with raises(
-        "label-in-one-part",
-        DataError,
-        says=f"--validation none (in Python shares={half})",
-    ):
+    with raises("label-in-one-part", DataError, says=f"--validation none (in Python shares={half})"):
         group_split(few, "path", shares=three)
     assert len(group_split(few, "path", shares=half).parts) == 2
 

@@ -33,13 +33,7 @@ from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings
 from leakmel.learn.model.files import is_out_of_memory
 from leakmel.learn.train import step
 from leakmel.learn.train.state import differences, training_identity
-from leakmel.learn.train.step import (
-    StepFigures,
-    Stepper,
-    half_type,
-    learning_rate,
-    micro_batch_slices,
-)
+from leakmel.learn.train.step import StepFigures, Stepper, half_type, learning_rate, micro_batch_slices
 from leakmel.learn.train.step import StepTimer, loader_advice
 
 pytestmark = pytest.mark.usefixtures("one_thread")

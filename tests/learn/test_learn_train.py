@@ -491,11 +491,7 @@ def test_performance_settings_do_not_change_weights(
     sets: Path, tmp_path: Path, right: TrainResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "Interrupted in the middle of an epoch, and gone on with another value of every setting of SPEED_ONLY."
-    changed: dict[str, Any] = {
-        "preload_to_ram": False,
-        "device_fraction": 0.01,
-        "profile_every": 2,
-    }
+    changed: dict[str, Any] = {"preload_to_ram": False, "device_fraction": 0.01, "profile_every": 2}
     assert set(changed) == SPEED_ONLY
     assert all(getattr(TINY, name) != value for name, value in changed.items())
     real = Stepper.step
@@ -587,14 +583,7 @@ def test_model_has_the_weights_of_the_best_epoch(sets: Path, right: TrainResult)
         p, truth = np.clip(scores.astype(np.float64), 1e-7, 1 - 1e-7), is_leak[:, None]
     assert math.isclose(float(-np.log(np.where(truth, p, 1 - p)).mean()), best.val_loss, rel_tol=1e-6)
     output = vote_scores(scores, loaded.vote, loaded.share) >= loaded.threshold
-    tp, fp, fn = (
-        int(np.count_nonzero(c))
-        for c in (
-            output & is_leak,
-            output & ~is_leak,
-            ~output & is_leak,
-        )
-    )
+    tp, fp, fn = (int(np.count_nonzero(c)) for c in (output & is_leak, output & ~is_leak, ~output & is_leak))
     assert math.isclose(2 * tp / max(1, 2 * tp + fp + fn), best.f1) or math.isnan(best.f1)
     for rule in VOTES:  # no other threshold is better on validation
         values = vote_scores(scores, rule)

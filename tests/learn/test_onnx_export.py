@@ -212,11 +212,7 @@ def test_segments_that_differ_are_refused_though_their_mean_does_not(detectors, 
     apart[:, 0], apart[:, 1] = 1.5 * TOLERANCE_SEGMENT, -1.5 * TOLERANCE_SEGMENT
     with raises("program-differs", DataError):
         compare_model(
-            model,
-            replace(checked, segment_scores=checked.segment_scores + apart),
-            None,
-            0.5,
-            TOLERANCE,
+            model, replace(checked, segment_scores=checked.segment_scores + apart), None, 0.5, TOLERANCE
         )
     near = replace(checked, segment_scores=checked.segment_scores + apart / 2)
     assert compare_model(model, near, None, 0.5, TOLERANCE).segment_score > TOLERANCE

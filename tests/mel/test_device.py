@@ -716,11 +716,7 @@ def test_nan_row_fails_its_batch() -> None:
 
 
 def test_an_engine_that_cannot_open_a_device_closes_the_others() -> None:
-    devices = [
-        FakeDevice("fake:0"),
-        FakeDevice("fake:1", Faults(limit_bytes=10)),
-        FakeDevice("fake:2"),
-    ]
+    devices = [FakeDevice("fake:0"), FakeDevice("fake:1", Faults(limit_bytes=10)), FakeDevice("fake:2")]
     with raises("device-memory", EngineError, says="fake:1"):
         DeviceEngine(TINY, list[Device](devices), lambda d, n: SumOfEndsChain())
     all_memory_is_freed(devices)

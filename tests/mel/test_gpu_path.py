@@ -100,8 +100,7 @@ LONG_SETTINGS = ("large batches", "one stream", "warm-up")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.long if name in LONG_SETTINGS else []) for name in SETTINGS],
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG_SETTINGS else []) for name in SETTINGS]
 )
 def test_settings_change_no_byte(mixed: Path, tmp_path: Path, right: list[bytes], name: str) -> None:
     assert contents(build(mixed, tmp_path, **SETTINGS[name])) == right

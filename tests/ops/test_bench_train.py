@@ -25,14 +25,7 @@ from leakmel.learn.train.step import Stepper
 from leakmel.learn.data.segments import make_task
 import bench_train as suite
 from leakmel.ops.bench import newest, store
-from bench_train import (
-    ON_CPU,
-    ON_GPU,
-    TINY,
-    agreement,
-    bench_train,
-    train_table,
-)
+from bench_train import ON_CPU, ON_GPU, TINY, agreement, bench_train, train_table
 
 pytestmark = pytest.mark.site
 

@@ -103,16 +103,7 @@ def only_json(text: str) -> dict:
 NOT_IN_A_BUILD = {
     *("numba", "pandas", "scipy", "torch", "torchaudio", "triton", "sklearn", "soundfile", "soxr"),
     *("plotly", "IPython", "ipywidgets", "matplotlib", "jupyterlab", "papermill", "nbformat", "tqdm"),
-    *(
-        "asyncio",
-        "multiprocessing",
-        "unittest",
-        "http",
-        "sqlite3",
-        "xml",
-        "numpy.f2py",
-        "numpy.testing",
-    ),
+    *("asyncio", "multiprocessing", "unittest", "http", "sqlite3", "xml", "numpy.f2py", "numpy.testing"),
 }
 BUILD = """
 import sys

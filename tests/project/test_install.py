@@ -165,11 +165,7 @@ def test_type_checkers_know_the_public_names_and_help_shows_parameters(tmp_path)
 
 
 # distribution -> its module, where the names differ
-MODULES = {
-    "dask-jobqueue": "dask_jobqueue",
-    "nvidia-ml-py": "pynvml",
-    "scikit-learn": "sklearn",
-}
+MODULES = {"dask-jobqueue": "dask_jobqueue", "nvidia-ml-py": "pynvml", "scikit-learn": "sklearn"}
 # what people, make and other programs run or load by themselves, and bounds of what another package installs
 NOT_IMPORTED = {
     "jupyterlab": "opens the run notebooks",

@@ -24,19 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, NOTEBOOKS = ROOT / "leakmel", ROOT / "nbs"
 
 # Arrows go to the left only; what stands in no room (leakmel/__init__.py, __main__.py) is the outer shell and may use all.
-ROOMS = [
-    "core",
-    "audio",
-    "sets",
-    "mel",
-    "dataset",
-    "insight",
-    "operations",
-    "locate",
-    "learn",
-    "ops",
-    "cli",
-]
+ROOMS = ["core", "audio", "sets", "mel", "dataset", "insight", "operations", "locate", "learn", "ops", "cli"]
 # Inside a room the same holds for its sub-folders; a module that lies in none of them may use all.
 FOLDERS = {
     "dataset": ["file", "source", "check", "run", "export"],

@@ -60,8 +60,7 @@ def _full_scale(samples: np.ndarray) -> np.ndarray:
 
 
 def expected_row(
-    recording: Recording,
-    spec: MelSpec,
+    recording: Recording, spec: MelSpec
 ) -> tuple[
     np.ndarray, str
 ]:  # [N] int16 or float32, status; raises RecordingError where the rules ask for a rejection, MachineError
@@ -110,8 +109,7 @@ class Source:
 
 
 def read_source(
-    path: bytes,
-    spec: MelSpec,
+    path: bytes, spec: MelSpec
 ) -> Source:  # raises RecordingError where the file cannot be used, MachineError
     "Read a recording and compute the expected content of its row."
     recording = read_wav(path)
@@ -269,20 +267,14 @@ def label_mismatches(
 _LABEL_COLUMNS_BY_PEOPLE = {f"{EXTRA}/{name}" for name in (BY_COLUMN, BEFORE_COLUMN)}
 
 
-def labelled_by_people(
-    file: h5py.File,
-) -> np.ndarray | None:  # [B] bool; None: no row has such a label
+def labelled_by_people(file: h5py.File) -> np.ndarray | None:  # [B] bool; None: no row has such a label
     "Return the rows whose labels people gave."
     if not _LABEL_COLUMNS_BY_PEOPLE.issubset(file_columns(file)):
         return None
     return read_column(file[f"files/{EXTRA}/{BY_COLUMN}"]) != b""
 
 
-def table_mismatches(
-    file: h5py.File,
-    labels: Sequence[str],
-    table: NameTable,
-) -> Iterator[str]:  # sentences
+def table_mismatches(file: h5py.File, labels: Sequence[str], table: NameTable) -> Iterator[str]:  # sentences
     "Yield labels, splits and parsed names that differ from the table."
     paths = file["files/path"][:].tolist()
     lost = dict(zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist()))

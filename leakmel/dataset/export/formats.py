@@ -207,9 +207,7 @@ def with_times(page: dict[str, Any]) -> dict[str, Any]:
     return page | {"start_time": [t for t, _ in parsed], "start_utc_offset_s": [s for _, s in parsed]}
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f09a0008
-def file_schema(
-    source: ExportSource,
-) -> Any:  # pyarrow.Schema; raises MissingPackageError
+def file_schema(source: ExportSource) -> Any:  # pyarrow.Schema; raises MissingPackageError
     "Return the types of the table of recordings."
     pa = require_package("pyarrow")
     coded, text = pa.dictionary(pa.int32(), pa.string()), pa.string()
@@ -385,9 +383,7 @@ def _column_facts(source: ExportSource) -> dict[str, Any]:
     }
 
 
-def data_set_facts(
-    source: ExportSource,
-) -> dict[str, Any]:  # plain values
+def data_set_facts(source: ExportSource) -> dict[str, Any]:  # plain values
     "Collect what a card of a data set says."
     data, attributes = source.data, source.data.file.attrs
     counts = np.bincount(data.labels, minlength=len(data.class_names)).tolist()
@@ -721,8 +717,7 @@ def write_huggingface(folder: Path, sources: Sequence[ExportSource], done: _Done
 
 
 def front_matter(
-    sources: Sequence[ExportSource],
-    license: str | None = None,
+    sources: Sequence[ExportSource], license: str | None = None
 ) -> str:  # YAML between lines of dashes, for README.md
     "Return the settings with which `datasets` finds the files."
     lines = ["---"]

@@ -426,9 +426,7 @@ def _load(path: Path) -> dict[str, Any]:
     return body
 
 # %% ../../../nbs/dataset/file/reader.ipynb #0decd2fe
-def read_spec(
-    path: str | os.PathLike,
-) -> SpecFile:  # raises DataError, SpecError
+def read_spec(path: str | os.PathLike) -> SpecFile:  # raises DataError, SpecError
     "Read and check a spec file."
     path = Path(path)
     body = _load(path)
@@ -511,9 +509,7 @@ def spec_of_data_set(
     preset = _preset_name(spec.preset_name or "disjoint", Path(path))
     usual = preset_values(preset, spec.sample_rate) | {"sample_rate": None, "duration_s": None}
     return SpecFile(
-        Path(path),
-        preset,
-        {n: v for n, v in asdict(spec).items() if n != "preset_name" and v != usual[n]},
+        Path(path), preset, {n: v for n, v in asdict(spec).items() if n != "preset_name" and v != usual[n]}
     )
 
 # %% ../../../nbs/dataset/file/reader.ipynb #6f989693

@@ -74,9 +74,7 @@ def data_set_name(
     return f"{split or 'ALL'}_DATASET.H5"
 
 # %% ../../../nbs/dataset/file/schema.ipynb #d9e978bd
-def byte_column(
-    values: Sequence[bytes],
-) -> np.ndarray:  # [B] S<longest, at least 1>
+def byte_column(values: Sequence[bytes]) -> np.ndarray:  # [B] S<longest, at least 1>
     "Return byte strings as an array of fixed width."
     return np.array(values, dtype=f"S{max(map(len, values), default=0) or 1}")
 
@@ -446,9 +444,7 @@ def _digest(
     return total.hexdigest()
 
 
-def digest_of_metadata(
-    meta: Metadata,
-) -> str:  # equals `metadata_digest` of a file with these metadata
+def digest_of_metadata(meta: Metadata) -> str:  # equals `metadata_digest` of a file with these metadata
     "Return the digest of metadata in memory."
     return _digest(_columns_of(meta) | scales(meta.spec), meta.attributes)
 
@@ -562,10 +558,7 @@ _PATIENCE_S = 300  # for a child process that waits for the disk
 _OF_CONTENT = (errno.EINVAL, errno.EOVERFLOW)  # calls with places that a damaged file names
 
 
-def opening_error(
-    error: OSError,
-    path: str | os.PathLike,
-) -> LeakmelError:  # to be raised
+def opening_error(error: OSError, path: str | os.PathLike) -> LeakmelError:  # to be raised
     "Turn an OSError of opening an HDF5 file into an error that tells apart a lock, a fault of the machine and another kind of file."
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return DataError(

@@ -400,8 +400,7 @@ def _engine_named(identity: str) -> tuple[str, str] | None:  # None: not an engi
 
 
 def engine_of_data_set(
-    path: Path,
-    spec: MelSpec,
+    path: Path, spec: MelSpec
 ) -> tuple[str, str] | None:  # None if there is no complete data set with this spec
     "Return name and kind of device of the engine that built an existing data set."
     with suppress(Exception), open_file(path) as f:  # the build reports a damaged file
@@ -412,8 +411,7 @@ def engine_of_data_set(
 
 
 def _engine_to_resume(
-    path: Path,
-    spec: MelSpec,
+    path: Path, spec: MelSpec
 ) -> tuple[str, str] | None:  # None if there is no interrupted build with this spec
     identity, fingerprint = engine_of_journal(journal_path(path)) or ("", "")
     return _engine_named(identity) if fingerprint == spec.fingerprint(identity) else None

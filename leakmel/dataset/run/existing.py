@@ -191,10 +191,7 @@ def engine_of_journal(
     return None
 
 
-def read_journal(
-    path: Path,
-    identity: dict[str, Any],
-) -> InterruptedBuild:  # raises nothing
+def read_journal(path: Path, identity: dict[str, Any]) -> InterruptedBuild:  # raises nothing
     "Return the entries of a journal if it belongs to the same build."
     n = identity["n_candidates"]
     try:

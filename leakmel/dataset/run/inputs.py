@@ -284,9 +284,7 @@ def list_recordings(
 
 
 def listing_of_split(
-    manifest: Manifest,
-    split: str | None,
-    root: str | os.PathLike,
+    manifest: Manifest, split: str | None, root: str | os.PathLike
 ) -> Listing:  # raises UsageError
     "Return the listing of a split."
     found = {x.split: x for x in manifest.listings}
@@ -437,10 +435,7 @@ def _labels_without_recordings(manifest: Manifest) -> list[str]:
     return missing
 
 
-def check_listing(
-    listing: Listing,
-    manifest: Manifest,
-) -> None:  # raises DataError
+def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataError
     "Check that a split has recordings, and that each label has some."
     if len(listing) == 0:
         seen = (note.message for note in manifest.notes if note.kind in ("other_format", "passed_over"))

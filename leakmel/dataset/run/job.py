@@ -89,9 +89,7 @@ log = logging.getLogger("leakmel")
 JOINED = ".joined"  # suffix of a part whose rows have been moved to the data set of all parts
 
 # %% ../../../nbs/dataset/run/job.ipynb #8a081abd
-def waveform_shape(
-    spec: MelSpec,
-) -> tuple[int, int, int]:  # L, S, short_window
+def waveform_shape(spec: MelSpec) -> tuple[int, int, int]:  # L, S, short_window
     "Return the shape of the short segments of one recording."
     n_long, n_short, _ = spec.grid.shape
     return n_long, n_short, spec.short_window
@@ -227,12 +225,7 @@ class Job:
         self.reader: BatchReader | CachedReader | ObjectReader = self.plain
         self.cache_use = self.plain.cache_use  # what this build read from files
         # how the recordings are read, for the summary
-        self.mode: dict[str, Any] = {
-            "mode": "none",
-            "mode_lines": [],
-            "held_bytes": 0,
-            "held_seconds": 0.0,
-        }
+        self.mode: dict[str, Any] = {"mode": "none", "mode_lines": [], "held_bytes": 0, "held_seconds": 0.0}
         self.pinned: str | None = None  # "allocated" or "reused" memory of the slots
         # facts about candidates
         self.facts = mapped_zeros(n, FACTS)
@@ -444,9 +437,7 @@ def note_columns(job: Job, meta: Metadata, label_names: tuple[str, ...]) -> None
     job.gains = np.asarray(meta.columns["gain"])
 
 
-def report_paths(
-    target: Path,
-) -> tuple[Path, Path]:
+def report_paths(target: Path) -> tuple[Path, Path]:
     "Return the paths of the timeline and the report of a data set."
     return target.with_name(f"{target.name}.timeline.json"), target.with_name(f"{target.name}.report.json")
 
@@ -631,9 +622,7 @@ def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputErro
 
 
 def _keep_rows(
-    run: BuildContext,
-    job: Job,
-    existing: ExistingDataset | None,
+    run: BuildContext, job: Job, existing: ExistingDataset | None
 ) -> None:  # raises OutputError, BadFilesError, OSError
     "Reuse rows of earlier builds; check the number of rejected files against max_rejected."
     journal, config = job.journal, run.request.config
@@ -680,11 +669,7 @@ def _enter_part(job: Job, journal: Journal, path: Path) -> None:
         path.unlink()
 
 
-def _join_parts(
-    run: BuildContext,
-    job: Job,
-    parts: Parts,
-) -> None:  # raises DataError, OSError
+def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises DataError, OSError
     "Move the rows of the parts; recordings that have changed since are left to be read."
     n, journal = len(job.listing), job.journal
     changes = Counter[str]()

@@ -33,13 +33,7 @@ from leakmel.dataset.file.writer import reserve
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.run.existing import stamps_of
 from leakmel.dataset.run.inputs import SpecLike, decide_spec, list_recordings, listing_of_split
-from leakmel.dataset.source.loader import (
-    FACTS,
-    BatchReader,
-    Slot,
-    decoders,
-    plan_read_ahead,
-)
+from leakmel.dataset.source.loader import FACTS, BatchReader, Slot, decoders, plan_read_ahead
 from leakmel.mel.spec import MelSpec
 
 log = logging.getLogger("leakmel")
@@ -48,10 +42,7 @@ log = logging.getLogger("leakmel")
 CACHE_VERSION = 6  # goes up with every change to what is cached, or to its layout
 
 
-def cache_key(
-    listing: Listing,
-    spec: MelSpec,
-) -> str:  # 32 hexadecimal digits
+def cache_key(listing: Listing, spec: MelSpec) -> str:  # 32 hexadecimal digits
     "Return the key of the cached samples of a listing."
     import xxhash
     from leakmel import __version__
@@ -248,11 +239,7 @@ class NoMemory(MachineError):
 
 
 def load(
-    reader: BatchReader,
-    cache: SampleCache,
-    config: PipelineConfig,
-    timeline: Timeline,
-    progress: str,
+    reader: BatchReader, cache: SampleCache, config: PipelineConfig, timeline: Timeline, progress: str
 ) -> None:  # raises the first error of a thread
     "Read all recordings of a listing into a cache, with a progress bar."
     n_files, split = len(reader.listing), reader.listing.split or reader.listing.folder.name
@@ -329,10 +316,7 @@ def cache_path(
 
 # %% ../../../nbs/dataset/run/modes.ipynb #2025781a
 def open_cache(
-    reader: BatchReader,
-    config: PipelineConfig,
-    timeline: Timeline,
-    progress: str,
+    reader: BatchReader, config: PipelineConfig, timeline: Timeline, progress: str
 ) -> tuple[SampleCache, bool]:  # the file is open; whether it was made now
     "Open the cache file of a listing, or create it. Raises OutputError, SpaceError, and errors of `load`."
     listing = reader.listing
@@ -662,10 +646,7 @@ def prepare(
             raise
 
 # %% ../../../nbs/dataset/run/modes.ipynb #1b05be26
-def with_spec_rules(
-    ready: Preloaded | None,
-    spec: SpecLike,
-) -> SpecLike:
+def with_spec_rules(ready: Preloaded | None, spec: SpecLike) -> SpecLike:
     "Complete the spec of a build with the rules of the preloaded recordings."
     if ready is None or not (spec is None or isinstance(spec, dict)):
         return spec

@@ -86,8 +86,7 @@ def parse_part(
 
 
 def finished_parts(
-    folder: Path,
-    n_parts: int,
+    folder: Path, n_parts: int
 ) -> dict[
     int, Path
 ]:  # by number; .h5: a data set; .empty: no recording of the part could be used; .joined: rows moved by `join`
@@ -213,9 +212,7 @@ def _store_listing(whole: Manifest, target: Path) -> None:  # raises OutputError
     _write_once(parts_folder(target) / LISTING_NAME, whole.save)
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #bf62e519
-def engine_probe(
-    engine: Engine,
-) -> str:  # 16 hexadecimal digits
+def engine_probe(engine: Engine) -> str:  # 16 hexadecimal digits
     "Digest of an engine's results and of the versions of packages; equal on two machines if they build the same data set, byte by byte."
     import soundfile
     from leakmel import __version__

@@ -299,10 +299,7 @@ def _publish_jobs(ring: Ring, k: int, lane: str) -> None:
     stopping = ring.lanes.stopping.is_set
     try:
         read_ahead_for_check(
-            ring.run,
-            ring.jobs[k :: ring.n_publishers],
-            lane,
-            lambda: stopping() or not ring.complete.empty(),
+            ring.run, ring.jobs[k :: ring.n_publishers], lane, lambda: stopping() or not ring.complete.empty()
         )
         while (job := ring.complete.get()) is not None and not stopping():
             with write_errors(job.file.target):

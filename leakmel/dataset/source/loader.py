@@ -240,10 +240,7 @@ class BadFilesError(DataError):
         }
 
 # %% ../../../nbs/dataset/source/loader.ipynb #9cec4cbd
-def first_bad_file(
-    listing: Listing,
-    rejected: Rejected,
-) -> BadFilesError:  # to be raised
+def first_bad_file(listing: Listing, rejected: Rejected) -> BadFilesError:  # to be raised
     "Return the error for a bad file in a build with on_bad_file='stop'."
     return BadFilesError(
         f"the build stopped at a bad file ({rejected.code}), as on_bad_file='stop' requests: {rejected.message}",
@@ -255,10 +252,7 @@ def first_bad_file(
     )
 
 
-def all_rejected(
-    listing: Listing,
-    rejected: Sequence[Rejected],
-) -> BadFilesError:  # to be raised
+def all_rejected(listing: Listing, rejected: Sequence[Rejected]) -> BadFilesError:  # to be raised
     "Return the error for a split without valid recordings."
     return BadFilesError(
         "all recordings were rejected, so no data set was written",

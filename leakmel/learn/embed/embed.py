@@ -50,12 +50,7 @@ from leakmel.learn.data.segments import (
 from leakmel.learn.model.detector import Detector, load_detector, required_spec, spec_differences
 from leakmel.learn.model.files import model_file, require_kind
 from leakmel.learn.model.spectral import SpectralClassifier
-from leakmel.learn.predict.readers import (
-    ParsedNames,
-    RecordingList,
-    RowBlock,
-    find_recordings,
-)
+from leakmel.learn.predict.readers import ParsedNames, RecordingList, RowBlock, find_recordings
 from leakmel.learn.predict.scoring import HostScorer, block_sizes, run_scorer
 from leakmel.mel.engines import log_mel
 from leakmel.mel.spec import MelSpec
@@ -439,12 +434,7 @@ def embed(
         embedder = open_embedder(detector, spec)  # type: ignore[arg-type]
         require_used(spec, embedder.spec)
         done = embed_recordings(
-            found,
-            embedder,
-            length=length,
-            engine=engine,
-            files_per_batch=files_per_batch,
-            progress=progress,
+            found, embedder, length=length, engine=engine, files_per_batch=files_per_batch, progress=progress
         )
     else:
         sources = source_list(source)

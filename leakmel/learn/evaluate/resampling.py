@@ -33,12 +33,7 @@ from leakmel.learn.data.groups import Group, group_name, group_values, recording
 from leakmel.learn.data.segments import Task
 from leakmel.learn.data.splits import can_be_left_out, label_counts, recordings_table
 from leakmel.learn.evaluate.plots import error_bars, reliability_figure, roc_figure
-from leakmel.learn.metrics.metrics import (
-    HeldOutScores,
-    cross_calibrated,
-    leak_metrics,
-    reliability,
-)
+from leakmel.learn.metrics.metrics import HeldOutScores, cross_calibrated, leak_metrics, reliability
 from leakmel.learn.metrics.significance import (
     MIN_GROUPS,
     Bootstrap,

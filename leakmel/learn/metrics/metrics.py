@@ -400,8 +400,7 @@ def fit_calibration(scores: HeldOutScores) -> Calibration | None:  # None: all h
 
 
 def cross_calibrated(
-    scores: HeldOutScores,
-    n_folds: int = 5,
+    scores: HeldOutScores, n_folds: int = 5
 ) -> np.ndarray:  # [n] float64; NaN where the other groups have one label only
     "Compute the probability of each recording by a calibration of the other groups, to check it on new ones."
     from sklearn.model_selection import GroupKFold

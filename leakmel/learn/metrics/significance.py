@@ -298,9 +298,7 @@ class ScoredModel:
         }
 
 
-def plain(
-    value: float,
-) -> float | None:  # None for values that are not finite
+def plain(value: float) -> float | None:  # None for values that are not finite
     "Convert a number for JSON."
     return float(value) if np.isfinite(value) else None
 
@@ -373,11 +371,7 @@ class Difference:
         return f"{self.value:+.3f}{self.interval.in_brackets('+.3f')}"
 
 
-def differences(
-    boot: Bootstrap,
-    one: ScoredModel,
-    other: ScoredModel,
-) -> dict[str, Difference]:
+def differences(boot: Bootstrap, one: ScoredModel, other: ScoredModel) -> dict[str, Difference]:
     "Compare two models figure by figure."
     intervals = boot.intervals({name: one.draws[name] - other.draws[name] for name in FIGURES})
     return {n: Difference(n, one.figures[n] - other.figures[n], intervals[n]) for n in FIGURES}

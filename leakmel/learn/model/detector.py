@@ -24,12 +24,7 @@ from leakmel.mel.spec import MelSpec
 from leakmel.mel.torch_engine import full_float32_precision
 from leakmel.learn.data.segments import Segments, Task, open_loader
 from leakmel.learn.metrics.metrics import UNCHOSEN, VOTES, HeldOutScores, vote_scores
-from leakmel.learn.model.card import (
-    EvaluationRecord,
-    Provenance,
-    held_out_from_plain,
-    record_from_plain,
-)
+from leakmel.learn.model.card import EvaluationRecord, Provenance, held_out_from_plain, record_from_plain
 from leakmel.learn.model.files import (
     AdaptiveBatches,
     champion_file,
@@ -331,9 +326,7 @@ def _to_device(values: Tensor, device: torch.device) -> Tensor:
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
-def required_spec(
-    detector: Detector,
-) -> MelSpec:  # raises UsageError where it has none
+def required_spec(detector: Detector) -> MelSpec:  # raises UsageError where it has none
     "Return the spec of the features that a detector needs."
     if detector.spec is not None:
         return detector.spec
@@ -345,8 +338,7 @@ def required_spec(
 
 # %% ../../../nbs/learn/model/detector.ipynb #721add7d
 def load_detector(
-    path: str | os.PathLike,
-    device: str | torch.device = "cpu",
+    path: str | os.PathLike, device: str | torch.device = "cpu"
 ) -> Detector:  # raises DataError if the file is not a detector, is damaged or would run code
     "Read a detector; never runs code."
     values = load_plain(path)
@@ -408,8 +400,7 @@ def _settings_from_plain(kind: type, values: dict[str, Any]) -> Any:
 
 # %% ../../../nbs/learn/model/detector.ipynb #652286b5
 def check_features(
-    detector: Detector,
-    ds: Segments,
+    detector: Detector, ds: Segments
 ) -> None:  # raises DataError where the net was trained on other features
     "Check that a data set holds the features that a detector was trained on."
     bands, width = image_shape(ds.row_shape)
@@ -437,10 +428,7 @@ def check_features(
 _NOT_IN_SEGMENT_FEATURES = ("preset_name", "duration_s", "channels", "short", "long", "rate")
 
 
-def spec_differences(
-    mine: MelSpec,
-    theirs: MelSpec,
-) -> list[str]:  # "sample_rate 8000, not 4096"
+def spec_differences(mine: MelSpec, theirs: MelSpec) -> list[str]:  # "sample_rate 8000, not 4096"
     "List the differing settings that affect the features of a segment."
     a = mine.to_dict() | {"f_max_hz": mine.top_hz}
     b = theirs.to_dict() | {"f_max_hz": theirs.top_hz}

@@ -70,9 +70,7 @@ def keep_freed_memory() -> None:
         mallopt(-1, 1 << 28)  # M_TRIM_THRESHOLD: free memory that is kept, at most
 
 # %% ../../../nbs/learn/model/files.ipynb #d5925e74
-def is_out_of_memory(
-    error: BaseException,
-) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     "Return whether an error means that memory ran out, on the device or on the host."
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -319,9 +317,7 @@ def round_folder(
     return folder / f"round-{number:04d}"
 
 
-def finished_rounds(
-    folder: Path,
-) -> list[int]:  # numbers, rising
+def finished_rounds(folder: Path) -> list[int]:  # numbers, rising
     "List the rounds with a record: those without one were interrupted."
     names = [p.parent.name for p in folder.glob(f"round-*/{RECORD}")]
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"round-(\d{4,9})", name)))
@@ -361,10 +357,7 @@ class Lineage:
         return Lineage((*self.champions, champion), self.testing)
 
 # %% ../../../nbs/learn/model/files.ipynb #f2dcf426
-def write_lineage(
-    folder: Path,
-    lineage: Lineage,
-) -> None:  # raises OutputError
+def write_lineage(folder: Path, lineage: Lineage) -> None:  # raises OutputError
     "Replace the file that names the champion, in one step."
     values = {
         "format": FORMAT,

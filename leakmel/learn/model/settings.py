@@ -247,9 +247,5 @@ def settings_from(
 
 # %% ../../../nbs/learn/model/settings.ipynb #52458e82
 SPEED_ONLY = frozenset(
-    {
-        "preload_to_ram",
-        "device_fraction",
-        "profile_every",
-    }
+    {"preload_to_ram", "device_fraction", "profile_every"}
 )  # settings that never change a bit of a weight: a training may go on with others

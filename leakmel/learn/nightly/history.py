@@ -21,13 +21,7 @@ from leakmel.core.errors import DataError, OutputError, SpaceError, UsageError, 
 from leakmel.core.locks import OutputLock, new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
-from leakmel.dataset.export.formats import (
-    ExportResult,
-    parse_time,
-    require_package,
-    tree_size,
-    write_table,
-)
+from leakmel.dataset.export.formats import ExportResult, parse_time, require_package, tree_size, write_table
 
 # %% ../../../nbs/learn/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"
@@ -284,8 +278,7 @@ class History:
             self.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(name, value)])
 
     def add_recordings(
-        self,
-        entries: Sequence[HistoryEntry],
+        self, entries: Sequence[HistoryEntry]
     ) -> list[HistoryEntry]:  # those that were not in the history
         "Add recordings; one whose content is known changes nothing."
         known = "SELECT 1 FROM recordings WHERE digest = ?"

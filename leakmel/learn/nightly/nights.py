@@ -475,9 +475,7 @@ def _row(
     )
 
 
-def normal_medians(
-    detector: Detector,
-) -> np.ndarray:  # [G]
+def normal_medians(detector: Detector) -> np.ndarray:  # [G]
     "Return the median of the held-out scores of each group without a leak; empty if the model has none."
     if detector.held_out is None:
         return np.empty(0)
@@ -519,9 +517,7 @@ def ranges_of(values: "Mapping[str, np.ndarray] | pd.DataFrame") -> Ranges:
     return {str(name): tuple(np.quantile(x, QUANTILES).round(4).tolist()) for name, x in values.items()}
 
 
-def stored_reference(
-    history: History,
-) -> Reference | None:  # None: there is none yet; raises DataError
+def stored_reference(history: History) -> Reference | None:  # None: there is none yet; raises DataError
     "Read the stored reference."
     text = history.meta("reference")
     if text is None:

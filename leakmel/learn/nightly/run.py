@@ -67,9 +67,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 # %% ../../../nbs/learn/nightly/run.ipynb #9fbea0d8
-def model_digest(
-    detector: Detector,
-) -> str:  # 32 hexadecimal digits
+def model_digest(detector: Detector) -> str:  # 32 hexadecimal digits
     "Return the digest of all parts of a detector that its scores depend on."
     head, tensors = to_plain(detector.classifier)
     decision = [detector.vote, detector.share, detector.task.leak_in_model]
@@ -218,13 +216,7 @@ def _entry(
     )
 
 
-def read_new(
-    files: _Files,
-    detector: Detector,
-    history: History,
-    device: str,
-    progress: str,
-) -> None:
+def read_new(files: _Files, detector: Detector, history: History, device: str, progress: str) -> None:
     "Score and measure the files that are not known."
     if not files.to_read:
         return
@@ -233,11 +225,7 @@ def read_new(
     no_label = np.full(len(new), -1, np.int16)
     x = Listing("", files.folder, list(new), np.array(sizes), np.array(mtimes), no_label, parts=names)
     done = predict(
-        files.folder,
-        detector,
-        manifest=Manifest(files.folder, (), (x,)),
-        device=device,
-        progress=progress,
+        files.folder, detector, manifest=Manifest(files.folder, (), (x,)), device=device, progress=progress
     )
     payloads = [s.facts["digest"].decode() for s in done.scored]
     measured = recording_levels(files.folder, done.scored.paths, payloads, done.spec, progress=progress)
@@ -654,9 +642,7 @@ def visits_page(
     )
 
 # %% ../../../nbs/learn/nightly/run.ipynb #4a5cc001
-def evidence_plot(
-    done: "NightlyRun",
-) -> "go.Figure":
+def evidence_plot(done: "NightlyRun") -> "go.Figure":
     "Draw the evidence of the first sensors of the list over the last nights."
     chosen = [r for r in done.sensors if done.curves.get(r.sensor)][:12]
     traces: list[Trace] = [
@@ -683,9 +669,7 @@ def evidence_plot(
     ).add_hline(y=done.budget.limit, line_dash="dash", line_width=1, line_color="#7a7a7a")
 
 
-def drift_plot(
-    done: "NightlyRun",
-) -> "go.Figure":
+def drift_plot(done: "NightlyRun") -> "go.Figure":
     "Draw the share of recordings outside the central 95 % of the reference, by quantity."
     drift = done.drift
     if drift is None:

@@ -469,10 +469,7 @@ def divide_recordings(
     return given.samples[np.setdiff1d(np.arange(n), rows)], given.part(rows)
 
 
-def write_synthetic(
-    folder: Path,
-    spec: MelSpec,
-) -> None:
+def write_synthetic(folder: Path, spec: MelSpec) -> None:
     "Write 16 synthetic signals, the same each time: noise of many levels and colours, tones, knocks, silence, and one that is clipped."
     import soundfile
 

@@ -124,11 +124,7 @@ Part = DataSource | Segments | Sequence[DataSource]  # chosen rows of data sets 
 
 @contextmanager
 def open_parts(
-    champion: Detector,
-    new: Part,
-    old: Part,
-    testing: Part,
-    validation: Part | None,
+    champion: Detector, new: Part, old: Part, testing: Part, validation: Part | None
 ) -> Iterator[dict[str, Segments]]:  # by name; raises UsageError, DataError
     "Open the recordings of a round as the champion sees them; those that were open stay open."
     parts: dict[str, Segments] = {}
@@ -290,16 +286,12 @@ class SegmentSubset(Segments):
         self.preloaded = None
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #62a45405
-def source_digest(
-    source: MelDataset,
-) -> str:  # of what it holds
+def source_digest(source: MelDataset) -> str:  # of what it holds
     "Return the digest of a data set; of files of the earlier system all rows are read."
     return digest_of(row_digests(source, "none"))
 
 
-def part_digest(
-    ds: Segments,
-) -> str:  # digest of rows, labels and content of the data sets
+def part_digest(ds: Segments) -> str:  # digest of rows, labels and content of the data sets
     "Return the digest of the recordings of a part."
     chosen = (np.ascontiguousarray(a).tobytes() for a in (ds.rows, ds.labels))
     return digest_of(b"\0".join([*chosen, *(source_digest(s).encode() for s in ds.sources)]))
@@ -378,10 +370,7 @@ def draw_replay(
     return drawn
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #bf6bbdf5
-def selection_csv(
-    selection: Selection,
-    task: Task,
-) -> str:
+def selection_csv(selection: Selection, task: Task) -> str:
     "Return the selection as CSV: path, class, source of the class, prediction, score, kept long segments and row (both from 0)."
     names = np.array([*map(show_path, task.model_names), ""], object)  # the last one: left out
     columns = {
@@ -396,9 +385,7 @@ def selection_csv(
     return pd.DataFrame(columns).to_csv(index=False)
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #1ebacb2a
-def weights_digest(
-    detector: Detector,
-) -> str:
+def weights_digest(detector: Detector) -> str:
     "Return the digest of the weights of a detector."
     state = sorted(detector.classifier.state_dict().items())
     values = ((name, t.detach().cpu().float().contiguous().numpy()) for name, t in state)

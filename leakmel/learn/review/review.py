@@ -396,9 +396,7 @@ SKIP_NOTE = "skipped"  # begins the note of a skipped recording
 UNDO_NOTE = "undone"  # begins the note of the record that withdraws a decision
 
 
-def other_label_of(
-    found: ReviewRecordings,
-) -> str:  # raises UsageError if there are several
+def other_label_of(found: ReviewRecordings) -> str:  # raises UsageError if there are several
     "Return the label of recordings without a leak."
     labels = {_label_key(r.label): r.label for r in found.recordings if r.label}
     if labels.pop(_label_key(found.leak_label), None) is None:
@@ -539,9 +537,7 @@ N_SIMILAR = 5
 
 
 def neighbours_of(
-    found: ReviewRecordings,
-    index: int,
-    n: int = N_NEIGHBOURS,
+    found: ReviewRecordings, index: int, n: int = N_NEIGHBOURS
 ) -> list[int]:  # [] where the sensor is not known
     "Return other recordings of the same sensor, the nearest in the listing first."
     own, all_of_them = found.recordings[index], enumerate(found.recordings)
@@ -740,11 +736,7 @@ class ReviewApp:
             layout={"width": "340px"},
         )
         self.by = w.Text(
-            value=s.by,
-            description="person",
-            continuous_update=False,
-            style=style,
-            layout={"width": "240px"},
+            value=s.by, description="person", continuous_update=False, style=style, layout={"width": "240px"}
         )
         self.band = w.Checkbox(
             description="band-pass to 2 kHz",
@@ -937,13 +929,7 @@ def lab_command(
 
 
 def review_parameters(
-    folder: str,
-    model: str | None,
-    tables: list[str],
-    queue: str,
-    labels: str,
-    by: str,
-    n: int,
+    folder: str, model: str | None, tables: list[str], queue: str, labels: str, by: str, n: int
 ) -> dict[str, object]:  # raises UsageError
     "Return the parameters of review.ipynb, with absolute paths."
     if any("," in table for table in tables):

@@ -257,10 +257,7 @@ class Suggestions:
                 len(self) < self.n,
                 f"  fewer than {self.n}: the others are left out, or above {self.per_sensor} per sensor",
             ),
-            (
-                not self.is_calibrated,
-                "  the model has no held-out scores: the scores are not calibrated",
-            ),
+            (not self.is_calibrated, "  the model has no held-out scores: the scores are not calibrated"),
             (
                 not self.provenance_known,
                 "  the model does not list its training recordings: some of these may be among them",

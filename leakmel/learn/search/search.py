@@ -117,9 +117,7 @@ def _distribution(name: str, given: Any) -> Any:
         ) from e
 
 
-def space_to_json(
-    space: Space,
-) -> dict[str, Any]:
+def space_to_json(space: Space) -> dict[str, Any]:
     "Convert a search space to plain values for JSON."
     return {
         n: {"choices": [list(v) if isinstance(v, tuple) else v for v in d.choices]}
@@ -200,10 +198,7 @@ def read_space(
     return space
 
 # %% ../../../nbs/learn/search/search.ipynb #8f59b590
-def objective_of(
-    f1: float,
-    val_loss: float,
-) -> float:  # higher is better
+def objective_of(f1: float, val_loss: float) -> float:  # higher is better
     "Compute the objective that a search maximises; an undefined F1 counts as 0."
     return (0.0 if math.isnan(f1) else f1) - 1e-7 * (20.0 if math.isnan(val_loss) else val_loss)
 

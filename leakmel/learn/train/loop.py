@@ -42,14 +42,7 @@ from leakmel.learn.model.files import (
     save_checkpoint,
 )
 from leakmel.learn.model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
-from leakmel.learn.train.folds import (
-    Choice,
-    FoldTrainer,
-    blend_of,
-    choose_kind,
-    joined_groups,
-    with_decision,
-)
+from leakmel.learn.train.folds import Choice, FoldTrainer, blend_of, choose_kind, joined_groups, with_decision
 from leakmel.learn.train.state import (
     EpochFigures,
     Sources,
@@ -359,10 +352,7 @@ class TrainResult(RowTable):
             n = s["validation"]["recordings"]
             f1 = f"{best.f1:.4f} of {n:,} recordings of validation, which chose epoch and threshold (AUC {best.auc:.4f})"
         of = f"{s['settings']['epochs']}{', stopped early' if s['stopped_early'] else ''}"
-        return [
-            ("epochs", f"{len(self.epochs)} of {of}; the best is {self.best_epoch}"),
-            ("F1", f1),
-        ]
+        return [("epochs", f"{len(self.epochs)} of {of}; the best is {self.best_epoch}"), ("F1", f1)]
 
 # %% ../../../nbs/learn/train/loop.ipynb #78e2e85c
 def finish_training(
@@ -483,11 +473,7 @@ def _identity_digest(data: TrainingData, settings: TrainSettings) -> str:
 
 
 def _train_spectral(
-    data: TrainingData,
-    settings: TrainSettings,
-    trainer: FoldTrainer,
-    choice: Choice | None,
-    out: Path,
+    data: TrainingData, settings: TrainSettings, trainer: FoldTrainer, choice: Choice | None, out: Path
 ) -> TrainResult:
     "Fit a spectral detector on all training recordings, and write its files."
     began = time.perf_counter()

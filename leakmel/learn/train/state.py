@@ -233,10 +233,7 @@ def differences(
     return changes + [text for name, text in words.items() if before.get(name) != now.get(name)]
 
 
-def training_identity(
-    data: TrainingData,
-    settings: TrainSettings,
-) -> dict[str, Any]:  # plain values
+def training_identity(data: TrainingData, settings: TrainSettings) -> dict[str, Any]:  # plain values
     "Return what decides the weights of a training."
     deciding = {n: v for n, v in asdict(settings).items() if n not in SPEED_ONLY}
     return data.identity | {"settings": deciding | {"channels": list(settings.channels)}}
@@ -331,19 +328,14 @@ def should_stop(
     return bool(patience) and since >= patience
 
 # %% ../../../nbs/learn/train/state.ipynb #ff2abb6f
-def history_table(
-    epochs: Sequence[EpochFigures],
-) -> pd.DataFrame:  # one row an epoch, by number
+def history_table(epochs: Sequence[EpochFigures]) -> pd.DataFrame:  # one row an epoch, by number
     "Return the epochs as a table."
     return pd.DataFrame(
         [asdict(e) for e in epochs], columns=[f.name for f in fields(EpochFigures)]
     ).set_index("epoch")
 
 
-def write_history(
-    path: Path,
-    epochs: Sequence[EpochFigures],
-) -> None:  # raises OutputError
+def write_history(path: Path, epochs: Sequence[EpochFigures]) -> None:  # raises OutputError
     "Write the epochs as CSV; what was not measured stays empty."
     write_whole(path, history_table(epochs).to_csv(lineterminator="\n").encode(), sync=False)
 
@@ -458,10 +450,7 @@ class TrainingDisplay(Progress):
         self.update(s.stepper.n_done, f"epoch {epoch}, loss {self.loss:.3f}{f1}{doing}")
 
 # %% ../../../nbs/learn/train/state.ipynb #bc3857a1
-def new_net(
-    data: TrainingData,
-    settings: TrainSettings,
-) -> LeakNet:
+def new_net(data: TrainingData, settings: TrainSettings) -> LeakNet:
     "Make a net for some data, with weights from the seed."
     shape = image_shape(data.training.row_shape)
     made = NetSettings(*shape, len(data.task.model_names), settings.channels, settings.dropout)
@@ -685,10 +674,7 @@ def _speed(state: TrainingState, times: Mapping[str, float]) -> dict[str, Any]:
     return {name: value for name, value in times.items() if name != "first_wait_ms"} | speed
 
 # %% ../../../nbs/learn/train/state.ipynb #87cb4bc0
-def data_record(
-    data: TrainingData,
-    settings: TrainSettings,
-) -> dict[str, Any]:  # plain values
+def data_record(data: TrainingData, settings: TrainSettings) -> dict[str, Any]:  # plain values
     "Return what is recorded of any training: versions, settings, data and split."
     split = None
     if data.split is not None:

@@ -59,10 +59,7 @@ def step_seed(
 
 
 @contextmanager
-def seeded_random(
-    seed: int,
-    device: torch.device,
-) -> Iterator[None]:
+def seeded_random(seed: int, device: torch.device) -> Iterator[None]:
     "Seed torch's own random numbers in the body; afterwards they continue as if nothing had been drawn."
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices of the machine
@@ -73,8 +70,7 @@ def seeded_random(
 
 # %% ../../../nbs/learn/train/step.ipynb #7c02db33
 def half_type(
-    settings: TrainSettings,
-    device: torch.device,
+    settings: TrainSettings, device: torch.device
 ) -> torch.dtype | None:  # None: float32 throughout
     "Return the half precision that a training uses."
     if settings.amp == "auto":
