@@ -86,7 +86,7 @@ notebooks:
 	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)|^triton_kernel$(TABLES)'
 	@printf '%s\n' $(if $(TABLES),$(filter-out %/predict/predict.ipynb,$(NAMESAKES)),$(NAMESAKES)) $(if $(UNMET),,nbs/mel/triton_kernel.ipynb) | xargs -P $(WORKERS) -n 1 $(BIN)/nbdev_test --path
 
-# The edit loop: what finds most mistakes in little time. QUICK: every test that is not marked slow, in files that take seconds.
+# The edit loop: what finds most mistakes in little time. Its tests are in files marked `quick`, and not marked `slow`.
 check: export OMP_NUM_THREADS := 1
 check: $(INSTALLED)-dev ## the edit loop: format, lint, types, notebooks against package, quick tests
 	@$(BIN)/python nbs/_tools/check.py --workers $(WORKERS)

@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ REQUIRE_ALL = bool(os.environ.get("LEAKMEL_REQUIRE_ALL"))
 SKIPPED = os.environ.get("LEAKMEL_SKIPPED", "")
 # LEAKMEL_ABSENT=triton,pyarrow plays that packages are not installed, in this process and in its children.
 if os.environ.get("LEAKMEL_ABSENT"):
-    sys.path.insert(0, str(Path(__file__).with_name("absent")))
+    sys.path.insert(0, str(Path(__file__).with_name("helpers") / "absent"))
     os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")]).rstrip(
         os.pathsep
     )
@@ -50,35 +51,15 @@ def need(found: object, what: str) -> None:
     pytest.skip(f"{what} is not there")
 
 
-# Files whose tests take a few seconds together, one of each kind; `make check` runs these, without their slow tests.
-QUICK = (
-    *(
-        "monitor_progress",
-        "wav",
-        "conform",
-        "file_names",
-        "manifest",
-        "odd_wavs",
-        "reader",
-        "expected",
-        "sources",
-    ),
-    *("bit_rot", "insight", "doctor", "stable", "promise_counts", "folders"),
-    *("learn_augment", "learn_metrics", "learn_splits", "learn_hostile", "learn_predict_faults"),
-)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="run only the quick tests of `make check`")
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    "With `-m gpu`, import only the files that have such tests: a bare machine with a GPU lacks what some of the others need."
-    if config.option.quick and collection_path.match("test_*.py"):
-        return collection_path.stem.removeprefix("test_") not in QUICK or None
-    if config.option.markexpr.strip() != "gpu" or not collection_path.match("test_*.py"):
+    """With `-m gpu` or `-m quick`, import only the files that have such tests.
+
+    A bare machine with a GPU lacks what some of the others need, and importing them takes longer than the quick tests.
+    """
+    mark = re.match(r"(gpu|quick)\b", config.option.markexpr.strip())
+    if mark is None or not collection_path.match("test_*.py"):
         return None
-    return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+    return True if f"mark.{mark[1]}" not in collection_path.read_text(encoding="utf-8") else None
 
 
 LONGEST_FIRST = (
@@ -110,10 +91,6 @@ LONGEST_FIRST = (
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     "Files that take half a minute or more come first: begun last, one of them would keep a single core busy at the end."
     rank = {name: k for k, name in enumerate(LONGEST_FIRST)}
-    if config.option.quick:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in set(slow)]
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 

@@ -22,6 +22,8 @@ from leakmel.audio.conform import (
 )
 from leakmel.core.errors import REJECT_CODES, MachineError, RecordingError
 
+pytestmark = pytest.mark.quick
+
 RATE, N = 4096, 4096
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from leakmel.audio import naming
 from leakmel.audio.naming import columns_of_names, iso_time, parse_name, whole_time
 
+pytestmark = pytest.mark.quick
+
 FIELDS = ("sensor", "recording", "start_time", "gain", "folder")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from each import each
 
-FUZZER = Path(__file__).parents[1] / "fuzzer.py"
+FUZZER = Path(__file__).parents[1] / "helpers" / "fuzzer.py"
 
 
 def tried_and_read(kind: str, seed: int, n: int) -> tuple[int, int]:

@@ -20,6 +20,8 @@ from leakmel.audio.synth import wav_bytes, write_demo
 from leakmel.dataset.run.pipeline import build
 from leakmel.core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError
 
+pytestmark = pytest.mark.quick
+
 WAV = wav_bytes(np.arange(64, dtype=np.int16))
 SCANDIR = os.scandir
 

@@ -17,6 +17,8 @@ from leakmel.core.errors import REJECT_CODES, RecordingError
 from odd_wavs import KINDS, READ, REFUSED, by_libsndfile, sample_digest, write_odd_wavs
 from independent import content, fit, log_mel, off, walk
 
+pytestmark = pytest.mark.quick
+
 MAX_BYTES = 16_000_000  # that reading one of them may allocate
 KEYS = {
     "samples": {"encoding", "sample_rate", "channels", "n_frames", "sha256"},

@@ -17,6 +17,8 @@ from leakmel.core.errors import REJECT_CODES, MachineError, RecordingError
 from leakmel.dataset.run.pipeline import build
 from odd_wavs import MONO, PCM16, READ, REFUSED, chunk, fmt, holed, riff, sub_format
 
+pytestmark = pytest.mark.quick
+
 
 def refusal(path: str | bytes | os.PathLike) -> RecordingError:
     "The error with which a file is refused, found to be complete."

@@ -20,6 +20,8 @@ from leakmel.core import monitor as monitor_module
 from leakmel.core.progress import DelayedProgress, Progress, _Terminal, front_end
 from leakmel.core.timeline import Timeline, read_timeline, write_timeline
 
+pytestmark = pytest.mark.quick
+
 
 @each(("quota", "cores"), [(None, 8), (2.0, 2), (1.5, 2), (0.5, 1), (64.0, 8)])
 def test_cores_of_a_container_with_a_quota(monkeypatch, quota, cores):

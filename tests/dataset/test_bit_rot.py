@@ -10,6 +10,8 @@ import pytest
 import leakmel as lm
 from leakmel.dataset.run.config import PipelineConfig
 
+pytestmark = pytest.mark.quick
+
 KINDS: dict[str, tuple[str, ...]] = {
     "rows": ("segments_mel", "segments_waveform"),
     "labels": ("labels",),

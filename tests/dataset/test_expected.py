@@ -16,6 +16,8 @@ from leakmel.core.errors import RecordingError, VerifyError
 from leakmel.dataset.source import loader
 from leakmel.dataset.check.consistency import expected_row
 
+pytestmark = pytest.mark.quick
+
 SPEC = lm.MelSpec.preset("disjoint", duration_s=0.5)
 QUIET: dict[str, Any] = dict(
     spec=SPEC, check=None, progress="none", pipeline=lm.PipelineConfig(monitor_interval_s=0.0)

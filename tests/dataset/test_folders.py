@@ -3,7 +3,11 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 import leakmel as lm
+
+pytestmark = pytest.mark.quick
 
 ORDER = ("file", "source", "check", "run", "resident")
 

@@ -17,6 +17,8 @@ from errors import raises
 from leakmel.core.errors import DataError, VerifyError
 from independent import content
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:

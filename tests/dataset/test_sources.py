@@ -21,6 +21,8 @@ from leakmel.dataset.check.verify import check_data_set, pick_rows
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.spec import bounds_of, reference_features
 
+pytestmark = pytest.mark.quick
+
 SPEC = lm.MelSpec.preset("disjoint", duration_s=1)
 QUIET: dict[str, Any] = {
     "progress": "none",

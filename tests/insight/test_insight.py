@@ -12,6 +12,8 @@ from leakmel.core.timeline import analyse, attribute, interval_s, queue_stats, r
 from leakmel.insight.plots import MAX_POINTS, STAGE_COLORS, frame_starts_s, mels_by_label
 from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
 
+pytestmark = pytest.mark.quick
+
 
 def timeline_of(*spans: Span) -> Timeline:
     timeline = Timeline()

@@ -20,7 +20,7 @@ from leakmel.learn.data.segments import open_loader
 from leakmel.learn.model.settings import AugmentSettings, TrainSettings, settings_from
 
 quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 OFF = AugmentSettings(level_db=0, colour_db=0, noise_share=0, n_band_masks=0, n_time_masks=0)
 
 

@@ -23,7 +23,7 @@ from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.predict.predict import block_sizes, rule_of
 from leakmel.learn.train import state as training_state
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)
 
 

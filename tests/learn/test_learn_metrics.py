@@ -22,6 +22,8 @@ from leakmel.learn.metrics.metrics import (
     why_undefined,
 )
 
+pytestmark = pytest.mark.quick
+
 quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 # few distinct scores, so that ties are frequent
 pairs = st.lists(

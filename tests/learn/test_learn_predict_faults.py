@@ -22,7 +22,7 @@ from leakmel.learn.operations import Predict
 from leakmel.learn.predict import predict as prediction
 from leakmel.learn.reports import MOST_RECORDINGS, suspicious_mels
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 RATE = 4096
 QUIET: dict[str, Any] = {"progress": "none", "device": "cpu", "engine": "torch"}
 

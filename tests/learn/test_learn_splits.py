@@ -33,6 +33,8 @@ from leakmel.learn.data.splits import (
     why_no_split,
 )
 
+pytestmark = pytest.mark.quick
+
 quick = settings(
     max_examples=30,
     deadline=None,

@@ -97,7 +97,7 @@ def test_visits_need_dates(tmp_path):
 
 _KILLED = """
 import os, signal, sys
-sys.path[:0] = [sys.argv[2], os.path.dirname(sys.argv[2])]
+sys.path[:0] = [sys.argv[2], os.path.dirname(sys.argv[2]) + "/helpers"]
 from test_nightly_history import scored_nights
 from leakmel.learn.nightly.history import History
 from leakmel.learn.nightly.nights import Budget, record_run
@@ -265,7 +265,7 @@ def test_rows_are_written_in_a_transaction_only(tmp_path):
 
 _KILLED_AFTER_COMMIT = """
 import os, signal, sys
-sys.path[:0] = [sys.argv[2], os.path.dirname(sys.argv[2])]
+sys.path[:0] = [sys.argv[2], os.path.dirname(sys.argv[2]) + "/helpers"]
 from test_nightly_history import scored_nights
 from leakmel.learn.nightly.history import History
 from leakmel.learn.nightly.nights import Budget, record_run

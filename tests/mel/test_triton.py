@@ -519,7 +519,7 @@ def cases_of(which: str) -> list[tuple[str, str]]:
 
 
 def cross_compile_cases(capability: int, which: str) -> list[dict[str, Any]]:
-    "What tests/cross_compile.py is asked for: the kernel of the moments, then the cases."
+    "What tests/helpers/cross_compile.py is asked for: the kernel of the moments, then the cases."
     return [
         {"capability": capability, "spec": asdict(MelSpec(**AHEAD[name])), "samples": samples}
         for name, samples in [("disjoint", "moments"), *cases_of(which)]
@@ -538,7 +538,7 @@ def compiled_presets() -> dict[object, list[dict[str, Any]]]:
 
 
 def trap_cases(capabilities: Iterable[int]) -> list[dict[str, Any]]:
-    "What tests/cross_compile.py is asked for: the default kernel for some cards, by both types of samples."
+    "What tests/helpers/cross_compile.py is asked for: the default kernel for some cards, by both types of samples."
     spec = asdict(MelSpec())
     return [
         {"capability": c, "spec": spec, "samples": samples}
@@ -553,7 +553,7 @@ ENDS = [*trap_cases((80,))[1:], *trap_cases((120,))[:1]]
 
 
 def cross_compiled(cases: list[dict[str, Any]], folder: str = "") -> list[dict[str, Any]]:
-    "What tests/cross_compile.py found, with the Triton of a folder."
+    "What tests/helpers/cross_compile.py found, with the Triton of a folder."
     need(importlib.util.find_spec("triton"), "triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = [folder, str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]

@@ -48,7 +48,7 @@ def bare(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "sitecustomize.py").write_text(BARE, encoding="utf-8")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": os.pathsep.join([str(tmp_path / "bare"), str(ROOT / "tests")]),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "bare"), str(ROOT / "tests" / "helpers")]),
         "OMP_NUM_THREADS": "1",
     }
 

@@ -24,6 +24,8 @@ from leakmel.mel import cpu_engine, engines
 from leakmel.ops import doctor
 from leakmel.ops.doctor import CHECKS, FIGURES, REPORT_KEYS, Check, Report, check_line, examine
 
+pytestmark = pytest.mark.quick
+
 REAL = dict(CHECKS)
 DEVICE = "fake"  # that is none
 

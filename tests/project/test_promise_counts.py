@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from promise_counts import Counted, figures, function_of
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[2]
 ROT = "tests/dataset/test_bit_rot.py::test_flipped_bits"  # named by S14
 

@@ -43,7 +43,10 @@ from leakmel.locate.cross_spectra import synthetic_pair
 from odd_wavs import READ, REFUSED, canonical
 from tiny_training import tiny_words
 
-pytestmark = pytest.mark.filterwarnings("default::UserWarning")  # of splits of a few sensors
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.filterwarnings("default::UserWarning"),
+]  # of splits of a few sensors
 
 STORED = Path(__file__).resolve().parents[1] / "stored"
 SMALL: dict[str, Any] = {"preset": "disjoint@1", "sample_rate": 4096, "duration_s": 1.0, "n_mels": 16}

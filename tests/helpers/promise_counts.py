@@ -19,7 +19,7 @@ import pytest
 from leakmel.core.monitor import machine_facts
 from leakmel.ops.bench import commit
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROMISES = ROOT / "nbs" / "explanations" / "promises.toml"
 COUNTS = ("tests", "trials", "failures", "skipped")
 

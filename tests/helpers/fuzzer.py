@@ -1,4 +1,4 @@
-"""Mutated WAV files by the million, in a process that may not allocate more than 16 MB: `python tests/fuzzer.py headers|coded SEED N`.
+"""Mutated WAV files by the million, in a process that may not allocate more than 16 MB: `python tests/helpers/fuzzer.py headers|coded SEED N`.
 
 Quicker than hypothesis by two orders, and without its shrinking: what fails is printed, and made again by its seed and number. Headers are
 parsed from memory by a stand-in for os.pread that refuses any read outside the bounds that a parser needs; one in a thousand is parsed from

@@ -19,7 +19,7 @@ from children import Server, server
 
 import leakmel as lm
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PLOTLY = "application/vnd.plotly.v1+json"
 
 
