@@ -34,7 +34,7 @@ EXECUTED = ("explanations/rejected_files", "core/errors", "dashboard")
 EXECUTED_WHEN_WHOLE = (
     *EXECUTED,
     *("index", "build"),
-    *("explanations/gpu_limits", "explanations/promises", "mel/spec"),
+    *("explanations/promises", "mel/spec"),
     *("build_part", "train", "predict", "explore", "review", "benchmark"),
 )
 
@@ -129,7 +129,7 @@ def test_figures_of_all_run_notebooks_in_every_usual_font(tmp_path):
     with sources(tmp_path, EXECUTED_WHEN_WHOLE) as docs:
         site = pages_of(docs)
     for font in FONTS:
-        assert_titles_are_not_cut(site, font, names | {"explanations/gpu_limits": 1})
+        assert_titles_are_not_cut(site, font, names)
 
 
 @pytest.mark.slow
