@@ -7,7 +7,8 @@ TORCH  ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # A target installs the extra that it needs: notebook (build), learn, all (lab), dev (test, test-site, check, docs, export).
 INSTALLED := .venv/.installed
 
-# Notebooks that people and papermill run; pytest runs them on small data, nbdev_test leaves them out.
+# Notebooks of the documentation, which test-site runs; and those that people and papermill run: pytest runs these on small data.
+PAGES := guides tutorials explanations
 RUN_NOTEBOOKS := start build build_part train evaluate predict nightly retrain search tune doctor benchmark explore review dashboard correlate
 empty :=
 SKIP  := ^([_.]|out.*\.ipynb|($(subst $(empty) $(empty),|,$(RUN_NOTEBOOKS)))\.ipynb)
@@ -64,13 +65,14 @@ learn: $(INSTALLED)-learn ## install what detectors need: torch and scikit-learn
 
 # One thread of torch for a worker: threads of several workers that wait for each other take a few cores twice as long.
 test: export OMP_NUM_THREADS := 1
-test: $(INSTALLED)-dev ## check that notebooks and package agree; run notebook tests, ruff, mypy and pytest without test-site
+test: $(INSTALLED)-dev ## check that notebooks and package agree; run library notebooks, ruff, mypy and pytest without test-site
 	@$(MAKE) --no-print-directory -j 2 static notebooks
 	$(BIN)/python -m pytest -m 'not long and not site' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What a change of the package seldom breaks, and what takes long: marked `site`.
 test-site: export OMP_NUM_THREADS := 1
-test-site: $(INSTALLED)-dev ## the tests of installation, documentation, pages in a browser, and benchmarks
+test-site: $(INSTALLED)-dev ## guides as notebooks; the tests of installation, documentation, pages in a browser, and benchmarks
+	@printf 'nbs/%s\n' $(PAGES) | xargs -n 1 $(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '^([_.]|out.*\.ipynb)$(TABLES)' --path
 	$(BIN)/python -m pytest -m 'site and not long' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Two parts of `make test`, side by side: much of them keeps one core busy.
@@ -83,7 +85,7 @@ static:
 notebooks:
 	@[ -z '$(UNMET)' ] || echo "not run, for want of triton: nbs/mel/triton_kernel.ipynb ($(BIN)/pip install -e '.[gpu]' brings it)"
 	@[ -z '$(TABLES)' ] || echo "not run, for want of pyarrow: $(PYARROW) ($(BIN)/pip install -e '.[formats]' brings it)"
-	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)|^triton_kernel$(TABLES)'
+	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)|^triton_kernel$(TABLES)' --skip_folder_re '$(subst $(empty) $(empty),|,^[_.] $(PAGES))'
 	@printf '%s\n' $(if $(TABLES),$(filter-out %/predict/predict.ipynb,$(NAMESAKES)),$(NAMESAKES)) $(if $(UNMET),,nbs/mel/triton_kernel.ipynb) | xargs -P $(WORKERS) -n 1 $(BIN)/nbdev_test --path
 
 # The edit loop: what finds most mistakes in little time. Its tests are in files marked `quick`, and not marked `slow`.
