@@ -231,9 +231,7 @@ def test_a_process_whose_start_cannot_be_read_is_alive(
     assert replace(this_owner(), started="").has_ended is False
 
 
-@pytest.mark.parametrize(
-    "changes", [{"host": "node-17"}, {"machine": "another pid:[7]"}, {"host": "node-17", "started": ""}]
-)
+@each("changes", [{"host": "node-17"}, {"machine": "another pid:[7]"}, {"host": "node-17", "started": ""}])
 def test_a_process_of_another_computer_is_named(tmp_path: Path, code: str, changes: dict[str, str]) -> None:
     "Nothing is known of it: neither a number that is free here, nor a container with the same name, says that it has ended."
     target = tmp_path / "a.h5"

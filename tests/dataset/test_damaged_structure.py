@@ -173,7 +173,7 @@ print("end")
 def test_damages_of_the_structure(place: Path, tmp_path: Path, tried: Callable, kind: str, n: int) -> None:
     "Each is reported by verify, or changes nothing that can be read; no reader hangs, crashes or raises another error."
     (tmp_path / "x.h5").write_bytes((place / f"{kind}.h5").read_bytes())
-    paths = json.dumps([os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))])
+    paths = json.dumps([f"{os.path.dirname(__file__)}/{name}" for name in (".", "../helpers")])
     argv = [
         sys.executable,
         "-W",
@@ -320,7 +320,7 @@ def test_a_file_that_a_killed_program_marked_as_being_written(tmp_path: Path) ->
     assert "h5clear" in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("number", "code"),
     [
         (errno.EACCES, "read-failed"),
@@ -329,7 +329,7 @@ def test_a_file_that_a_killed_program_marked_as_being_written(tmp_path: Path) ->
         (errno.ESTALE, "io-fault"),
     ],
 )
-@pytest.mark.parametrize("call", ["open", "fork"])
+@each("call", ["open", "fork"])
 def test_faults_of_the_machine_are_not_damage(copy: Callable, number: int, code: str, call: str) -> None:
     path = copy()
 

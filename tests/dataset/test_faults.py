@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 
 import leakmel as lm
@@ -666,10 +667,8 @@ def replace_by_a_loop(p: Path) -> None:
 
 
 @ANY_LAYOUT
-@pytest.mark.parametrize(
-    "change", [grow, shrink, vanish, rewrite, replace_by_a_fifo, replace_by_a_folder, replace_by_a_loop]
-)
-@pytest.mark.parametrize("follows", [True, False])
+@each("change", [grow, shrink, vanish, rewrite, replace_by_a_fifo, replace_by_a_folder, replace_by_a_loop])
+@each("follows", [True, False])
 def test_file_that_changed_since_it_was_listed(tmp_path, data, change, follows):
     manifest = lm.scan(data)
     victim = data / "NOLEAK" / "12.wav"

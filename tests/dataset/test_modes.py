@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import each
 from errors import raises
 import soundfile
 from typing import Any
@@ -471,7 +472,7 @@ def test_spec_is_the_same_in_each_mode_and_with_preloaded_recordings(tmp_path, m
     assert made.path.read_bytes() == other.path.read_bytes() == preloaded.path.read_bytes()
 
 
-@pytest.mark.parametrize("cause", ["closed", "split", "rate", "channels", "gone", "changed", "root"])
+@each("cause", ["closed", "split", "rate", "channels", "gone", "changed", "root"])
 def test_reason_why_cached_recordings_do_not_fit_is_reported(tmp_path, mixed, demo, cause):
     output = {
         "closed": "nothing (closed)",

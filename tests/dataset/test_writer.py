@@ -358,7 +358,7 @@ def test_metadata_survive_a_round_trip(tmp_path):
 def test_another_process_in_another_zone_writes_the_same_bytes(tmp_path):
     first = build(tmp_path / "a.h5", np.ones(5, bool))
     code = (
-        f"import sys; sys.path[:0] = {[str(p) for p in Path(__file__).parents[:2]]!r}\nimport numpy as np, pathlib, test_writer\n"
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parent / name) for name in ('.', '../helpers')]!r}\nimport numpy as np, pathlib, test_writer\n"
         f"test_writer.build(pathlib.Path({str(tmp_path / 'b.h5')!r}), np.ones(5, bool))"
     )
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"TZ": "Asia/Tokyo"}, check=True)

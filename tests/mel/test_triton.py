@@ -558,7 +558,7 @@ def cross_compiled(cases: list[dict[str, Any]], folder: str = "") -> list[dict[s
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = [folder, str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    command = [sys.executable, str(Path(__file__).parents[1] / "cross_compile.py")]
+    command = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "cross_compile.py")]
     done = subprocess.run(command, input=json.dumps(cases), env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

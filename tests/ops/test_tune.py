@@ -504,7 +504,7 @@ def test_settings_survive_a_round_trip(data, own_config):
     assert all(getattr(config, name) == getattr(before, name) for name in vars(before) if name not in LIMITS)
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"machine": {"cpu": "Another 9000", "n_cores": 2, "gpu": None}},
@@ -538,7 +538,7 @@ def test_invalid_settings_file_is_refused_and_reported_once(data, caplog, change
     assert record.levelname == "WARNING"
 
 
-@pytest.mark.parametrize(
+@each(
     "content",
     [b"", b"{", b"[]", b"\xff\xfe", b"null", b"[" * 100_000, b'{"schema": ' + b"9" * 5000 + b"}"],
     ids=["empty", "cut", "list", "no text", "null", "deep", "long number"],

@@ -432,7 +432,7 @@ def test_comparison_notebook_measures_stores_and_draws(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted((ROOT / "nbs" / "benchmarks").glob("*.ipynb")), ids=lambda p: p.stem)
+@each("path", sorted((ROOT / "nbs" / "benchmarks").glob("*.ipynb")), ids=lambda p: p.stem)
 def test_notebooks_of_comparisons_draw_the_stored_records(path, tmp_path, monkeypatch):
     monkeypatch.chdir(copy_project(tmp_path) / "nbs" / "benchmarks")
     run = run_here(f"benchmarks/{path.name}", run=False, out=str(ROOT / "runs" / "benchmarks"))

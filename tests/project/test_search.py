@@ -5,6 +5,7 @@ from pathlib import Path
 
 import prepare
 import pytest
+from each import each
 from watched import chromium
 
 pytestmark = pytest.mark.site
@@ -46,7 +47,7 @@ def ranked():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("query", QUESTIONS)
+@each("query", QUESTIONS)
 def test_the_right_page_is_among_the_first_three(ranked, query):
     assert QUESTIONS[query] in ranked(query)
 

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from each import each
 import requests
 from errors import raises
 from made_archives import rar_of, zip_of
@@ -204,7 +205,7 @@ def test_offline_names_the_page_and_the_way_by_hand(server: RecordServer, tmp_pa
     assert "--from PATH" in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     "record",
     [
         [],
