@@ -92,15 +92,13 @@ def name_columns(
     paths: Sequence[bytes],
     names: Sequence[NameParts] | None = None,  # parsed names; None: the naming scheme of the loggers
 ) -> dict[str, np.ndarray]:
-    "Return the column of paths and the columns that are parsed from the file names."
-    columns = {"path": byte_column(paths)}
+    "Return the columns that are parsed from the file names."
     if names is None:
-        columns |= columns_of_names(paths)
+        columns = columns_of_names(paths)
         return columns | {"gain": columns["gain"].astype(np.float32), "session": np.zeros(len(paths), "S1")}
-    columns["gain"] = np.array([n.gain for n in names], np.float32)
-    for field in ("sensor", "recording", "start_time", "session", "folder"):
-        columns[field] = byte_column([os.fsencode(getattr(n, field)) for n in names])
-    return columns
+    texts = ("sensor", "recording", "start_time", "session", "folder")
+    columns = {name: byte_column([os.fsencode(getattr(n, name)) for n in names]) for name in texts}
+    return columns | {"gain": np.array([n.gain for n in names], np.float32)}
 
 
 def rows_of_names(

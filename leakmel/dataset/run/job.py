@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from leakmel.audio.conform import digests_of, quality
+from leakmel.audio.conform import FIGURES, digests_of, quality
 from leakmel.audio.problems import Columns
 from leakmel.audio.listing import part_range
 from leakmel.audio.manifest import Manifest
@@ -348,28 +347,17 @@ class Job:
 
 # %% ../../../nbs/dataset/run/job.ipynb #d161a17a
 _FIGURES_BLOCK = 16_384  # rows: what is computed on the way stays in the processor's cache
-_FACT_COLUMNS = (
-    "sample_rate",
-    "n_samples",
-    "channels",
-    "digest",
-    "rms_db",
-    "peak",
-    "clipped_share",
-    "dc_offset",
-)
+_FACT_COLUMNS = ("sample_rate", "n_samples", "channels", "digest", *(FIGURES.names or ()))
 
 # %% ../../../nbs/dataset/run/job.ipynb #b493b564
-def _name_columns(job: Job, keep: np.ndarray) -> dict[str, np.ndarray]:
-    "Return paths and parsed names of the rows; each column is as wide as its longest text."
-    listing, is_whole = job.listing, len(keep) == len(job.listing)
-    named, job.named = job.named, None
+def _name_columns(job: Job, keep: np.ndarray, paths: list[bytes]) -> dict[str, np.ndarray]:
+    "Return the parsed names of the rows; each column is as wide as its longest text."
+    listing, named, job.named = job.listing, job.named, None
     if named is not None:
-        return named if is_whole else rows_of_names(named, keep)
-    names = None
+        return named if len(keep) == len(listing) else rows_of_names(named, keep)
     if listing.parts is not None or listing.naming.source != "folders":
-        names = list(map(listing.names.__getitem__, keep))
-    return name_columns(listing.paths if is_whole else [listing.paths[k] for k in keep.tolist()], names)
+        return name_columns(paths, list(map(listing.names.__getitem__, keep)))
+    return name_columns(paths)
 
 
 def job_metadata(
@@ -388,15 +376,15 @@ def job_metadata(
     def rows(values: np.ndarray) -> np.ndarray:
         return values if len(keep) == len(listing) else values[keep]
 
-    if run.manifest.part_of:  # the join parses the names, and reads the table
-        columns = {"path": byte_column(list(compress(listing.paths, job.good.tolist())))}
-    else:
-        columns = _name_columns(job, keep)
+    paths = listing.paths if len(keep) == len(listing) else [listing.paths[k] for k in keep.tolist()]
+    columns = {"path": byte_column(paths)}
+    if not run.manifest.part_of:  # the join parses the names, and reads the table
+        columns |= _name_columns(job, keep, paths)
         columns |= extra_columns({n: [texts[k] for k in keep.tolist()] for n, texts in listing.extra.items()})
     columns["encoding"] = words_of(rows(job.facts["encoding"]), ENCODINGS)
     columns["status"] = words_of(rows(job.facts["status"]), STATUSES)
     columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
-    columns["silent"] = rows(job.facts["silent"]).astype(np.uint8)
+    columns["silent"] = columns["silent"].astype(np.uint8)
     meta = Metadata(
         job.spec,
         root_attributes(
@@ -419,24 +407,6 @@ def job_metadata(
     return meta
 
 # %% ../../../nbs/dataset/run/job.ipynb #b7380f52
-_PROBLEM_COLUMNS = ("sensor", "status", "encoding", *_FACT_COLUMNS)
-
-
-def note_columns(job: Job, meta: Metadata, label_names: tuple[str, ...]) -> None:
-    "Store in the job the columns that the rules of `audio.problems` need."
-    paths = list(compress(job.listing.paths, job.good.tolist())) if meta.rejected else job.listing.paths
-    job.columns = Columns(
-        (job.listing.place,),
-        label_names,
-        np.zeros(len(meta.labels), np.int64),
-        meta.labels.astype(np.int64),
-        paths,
-        silent=np.asarray(meta.columns["silent"], bool),
-        **{name: np.asarray(meta.columns[name]) for name in _PROBLEM_COLUMNS},
-    )
-    job.gains = np.asarray(meta.columns["gain"])
-
-
 def report_paths(target: Path) -> tuple[Path, Path]:
     "Return the paths of the timeline and the report of a data set."
     return target.with_name(f"{target.name}.timeline.json"), target.with_name(f"{target.name}.report.json")
@@ -589,7 +559,6 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
         return None
     job.published_s = run.timeline.now_s()
     job.changes = existing.changes
-    note_columns(job, meta, run.manifest.label_names)
     with delayed_signals():
         for name in _LEFTOVERS:
             with suppress(OSError):

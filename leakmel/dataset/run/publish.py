@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import takewhile
@@ -26,6 +26,7 @@ from leakmel.audio.listing import part_range
 from leakmel.audio.manifest import Manifest, unlabelled_hint
 from leakmel.audio.problems import (
     CANNOT_BE_USED,
+    Columns,
     Problem,
     content_problems,
     count_kinds,
@@ -39,9 +40,9 @@ from leakmel.core.files import read_own_json, replacing, sync_folder, write_erro
 from leakmel.core.monitor import mean, peak
 from leakmel.core.timeline import Timeline, write_timeline
 from leakmel.dataset.check.verify import VerifyReport, check_data_set, pick_rows
-from leakmel.dataset.file.schema import Rejected, open_file
+from leakmel.dataset.file.schema import LABELS, Rejected, open_file, read_column
 from leakmel.dataset.run.existing import stamps_at_build, stamps_of, write_state
-from leakmel.dataset.run.job import BuildContext, Job, job_metadata, note_columns, report_paths
+from leakmel.dataset.run.job import BuildContext, Job, job_metadata, report_paths
 from leakmel.dataset.source.loader import all_rejected, check_rejected_share, rejected_dict
 
 if TYPE_CHECKING:
@@ -126,6 +127,16 @@ class BuildResult:
         )
 
 # %% ../../../nbs/dataset/run/publish.ipynb #701bcd5a
+def _read_columns(job: Job, label_names: tuple[str, ...]) -> None:
+    "Read what the rules of `audio.problems` need from the published data set. Raises OutputError."
+    target = job.file.target
+    with write_errors(target), open_file(target, examine=False) as f:
+        facts = {x.name: read_column(f[f"files/{x.name}"]) for x in fields(Columns)[4:]}
+        label_ids, job.gains = f[LABELS][:].astype(np.int64), f["files/gain"][:]
+    facts["silent"] = facts["silent"].astype(bool)
+    job.columns = Columns((job.listing.place,), label_names, np.zeros_like(label_ids), label_ids, **facts)
+
+
 def split_problems(
     manifest: Manifest,
     job: Job,  # published
@@ -169,9 +180,7 @@ def publish(
     if job.journal is not None:  # the last rows; the disk need not confirm them, since their digests decide
         job.journal.enter(job.entry)
         job.journal.close()
-    stamps = stamps_at_build(
-        job.listing, job.good, job.facts["ctime_ns"], job.rejected, run.began_ns, job.folders
-    )
+    ctimes_ns = job.facts["ctime_ns"].copy()
     with span("publish") as moved:
         job.file.compact_rows(job.good)
         if not job.good.all():
@@ -181,8 +190,6 @@ def publish(
         if config.compression == "gzip":
             job.file.compress(meta, stopped=stopped)
         moved.n_files, moved.n_bytes = len(meta.labels), job.file.partial.stat().st_size
-        if not run.manifest.part_of:
-            note_columns(job, meta, run.manifest.label_names)
         del meta
         if len(job.listing) >= _MANY_FILES:
             with suppress(OSError, AttributeError):  # the C library keeps the memory of columns otherwise
@@ -198,6 +205,7 @@ def publish(
         if synced is not None:
             synced.result()
     with span("publish"):
+        stamps = stamps_at_build(job.listing, job.good, ctimes_ns, job.rejected, run.began_ns, job.folders)
         for old in report_paths(target):  # a report of an earlier data set must not stay next to this one
             with suppress(IsADirectoryError):  # that fails when the report is written
                 old.unlink(missing_ok=True)
@@ -438,6 +446,7 @@ def result_of(
     started = _started_s(run, job, jobs)
     samples = [s for s in timeline.samples if started <= s["time_s"] <= published_s] or timeline.samples
     import_s = max((s.end_s for s in timeline.spans if s.lane == "imports"), default=0.0)
+    _read_columns(job, run.manifest.label_names)
     noted = split_problems(run.manifest, job, jobs)
 
     timeline.meta["inflow"] = timeline.meta.get("inflow", {}) | {job.split: job.cache_use.to_dict()}
