@@ -66,7 +66,7 @@ class Ring:
         self,
         run: BuildContext,
         jobs: list[Job],
-        ahead: ReadAhead | None = None,  # prefetches recordings
+        ahead: ReadAhead,  # prefetches recordings
     ):
         workers = run.workers
         self.run = run
@@ -102,13 +102,11 @@ class Ring:
             for i in range(n):
                 self.lanes.add(f"{role}-{i}", partial(function, self, i))
         self.lanes.add("journal", partial(_write_journal, self))
-        if ahead is not None:
-            self.lanes.add("read-ahead", ahead.run)
+        self.lanes.add("read-ahead", ahead.run)
 
     def _wake(self, n_threads: int) -> None:
         self.warm.set()
-        if self.ahead is not None:
-            self.ahead.stop()
+        self.ahead.stop()
         for job in self.jobs:
             job.copies.close()
         for queue in (self.free, self.filled, self.computed, self.complete, self.entries):
@@ -139,20 +137,18 @@ def _left(done: np.ndarray) -> list[slice]:
     return [slice(*pair) for pair in zip(edges[::2], edges[1::2])]
 
 
-def _batches(jobs: list[Job], step: int, ahead: ReadAhead | None) -> Iterator[_Batch]:
+def _batches(jobs: list[Job], step: int, ahead: ReadAhead) -> Iterator[_Batch]:
     "Yield all batches in order, and report each to the prefetcher."
     for job in jobs:
         seen, number = 0, 0
         for left in _left(job.kept):  # candidates
             for first in range(left.start, left.stop, step):
                 n = min(step, left.stop - first)
-                if ahead is not None:
-                    ahead.take(first + n - seen)
+                ahead.take(first + n - seen)
                 yield job, number, first, n
                 seen = first + n
                 number += 1
-        if ahead is not None:
-            ahead.take(len(job.listing) - seen)
+        ahead.take(len(job.listing) - seen)
 
 # %% ../../../nbs/dataset/run/targets.ipynb #a697fc98
 def _read(ring: Ring, lane: str, slot: Slot, batch: _Batch) -> None:

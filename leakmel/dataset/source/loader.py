@@ -536,8 +536,8 @@ class ReadAhead:
 def plan_read_ahead(
     readers: Sequence[BatchReader],  # of listings that are read from their files, in this order
     files: int | None,  # window in files; None: WINDOW_FILES where the page cache lacks enough; 0: none
-) -> ReadAhead | None:
-    "Return a prefetcher if enough files are missing from the page cache."
+) -> ReadAhead:
+    "Return a prefetcher, of no files where enough of them are in the page cache."
     total = sum(len(r.listing) for r in readers)
     shares = list[float]()  # share of uncached files, once for each file of the sample
     for r in readers:
@@ -545,8 +545,8 @@ def plan_read_ahead(
         if (share := cold_share(r.listing, r.cache_use, most)) is not None:
             shares += [share] * most
     if files is not None:
-        return ReadAhead(readers, files) if files else None
-    return ReadAhead(readers) if shares and np.mean(shares) >= COLD_SHARE else None
+        return ReadAhead(readers if files else (), files)
+    return ReadAhead(readers if shares and np.mean(shares) >= COLD_SHARE else ())
 
 # %% ../../../nbs/dataset/source/loader.ipynb #ob000004
 class ObjectReader:
