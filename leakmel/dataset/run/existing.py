@@ -30,17 +30,7 @@ from leakmel.core.files import (
     write_errors,
 )
 from leakmel.core.store import StorePath
-from leakmel.dataset.file.schema import (
-    DIGEST_ATTRIBUTE,
-    ROWS,
-    SCHEMA_VERSION,
-    WAVEFORMS,
-    Rejected,
-    machine_fault,
-    metadata_digest,
-    open_file,
-    read_column,
-)
+from leakmel.dataset.file import schema
 from leakmel.dataset.source.loader import ENCODINGS, FACTS, STATUSES, codes_of, decoders
 
 log = logging.getLogger("leakmel")
@@ -372,7 +362,7 @@ def stamps_at_build(
     listing: Listing,
     good: np.ndarray,  # [n] bool, candidates that became rows
     ctimes_ns: np.ndarray,  # [n] int64, as they were when they were read
-    rejected: Sequence[Rejected],
+    rejected: Sequence[schema.Rejected],
     began_ns: int,  # when listing began, by the clock of the files
     folders: np.ndarray,  # [n] `folder_inodes` of all candidates, before they were read
 ) -> np.ndarray:  # [rows + rejected] STAMP
@@ -458,7 +448,7 @@ class ExistingDataset:
     compressed: bool  # its rows are compressed
     known: np.ndarray  # [k] KNOWN, rows that can be kept, by candidate
     places: np.ndarray  # [k] int64, of these rows in the data set
-    rejected: list[Rejected]  # files that need not be read again
+    rejected: list[schema.Rejected]  # files that need not be read again
     numbers: np.ndarray  # int64, their candidates
     changes: dict[str, int]  # recordings added, changed and removed since
 
@@ -469,7 +459,7 @@ def _has_settings(
     "Return whether an open data set is that of the state file, and was built with these settings by this engine."
     from leakmel import __version__
 
-    if metadata_digest(f) != digest:
+    if schema.metadata_digest(f) != digest:
         return False
     if (before := str(f.attrs["engine"])) != engine:
         log.warning(
@@ -480,12 +470,12 @@ def _has_settings(
         )
         return False
     expected = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": schema.SCHEMA_VERSION,
         "fingerprint": fingerprint,
         "leakmel_version": __version__,
-        DIGEST_ATTRIBUTE: digest,
+        schema.DIGEST_ATTRIBUTE: digest,
     }
-    return all(f.attrs[k] == v for k, v in expected.items()) and (WAVEFORMS in f) == with_waveforms
+    return all(f.attrs[k] == v for k, v in expected.items()) and (schema.WAVEFORMS in f) == with_waveforms
 
 
 _UNREAD = {"no_label": -1, "dry": DRY}  # reject codes of files that are not read -> label in the listing
@@ -520,17 +510,19 @@ def open_existing(
         return None
     digest, stamps = state
     try:
-        with open_file(target) as f:
+        with schema.open_file(target) as f:
             if not _has_settings(f, target, digest, fingerprint, with_waveforms, engine):
                 return None
             lost = zip(*(f[f"rejected/{name}"][:].tolist() for name in ("path", "code", "message")))
-            rejected = [Rejected(path, code.decode(), message.decode()) for path, code, message in lost]
+            rejected = [
+                schema.Rejected(path, code.decode(), message.decode()) for path, code, message in lost
+            ]
             known = _read_known(f, stamps, with_waveforms)
-            paths, compressed = f["files/path"][:].tolist(), f[ROWS].chunks is not None
+            paths, compressed = f["files/path"][:].tolist(), f[schema.ROWS].chunks is not None
     except MachineError:
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
-        if (fault := machine_fault(e, target)) is not e:
+        if (fault := schema.machine_fault(e, target)) is not e:
             raise fault from e
         log.warning("%s cannot be updated and is rebuilt: %s: %s", target, type(e).__name__, e)
         return None
@@ -564,16 +556,16 @@ def open_existing(
 
 def _read_known(f: h5py.File, stamps: np.ndarray, with_waveforms: bool) -> np.ndarray:
     "Return the facts of an open data set about its rows, [rows] KNOWN without numbers."
-    n = len(f[ROWS])
+    n = len(f[schema.ROWS])
     known = np.zeros(n, KNOWN)
     known["digest"] = f["digests/rows"][:]
     if with_waveforms:
         known["waveform_digest"] = f["digests/waveforms"][:]
     facts = known["facts"]
     for name in _FACT_COLUMNS:
-        facts[name] = read_column(f[f"files/{name}"])
+        facts[name] = schema.read_column(f[f"files/{name}"])
     for name, words in (("encoding", ENCODINGS), ("status", STATUSES)):
-        facts[name] = codes_of(read_column(f[f"files/{name}"]), words)
+        facts[name] = codes_of(schema.read_column(f[f"files/{name}"]), words)
     facts["good"] = True
     facts["figured"] = True
     facts["ctime_ns"] = stamps["ctime_ns"][:n]

@@ -77,12 +77,8 @@ def parse_part(
         number, n_parts = map(int, part.split("/") if isinstance(part, str) else part)
         if 1 <= number <= n_parts < _MAX_PARTS:
             return number, n_parts
-    raise UsageError(
-        "the number of the part is not valid",
-        code="invalid-part",
-        found=repr(part),
-        expected="I/N with I from 1 to N, for example 3/16",
-    )
+    what, right = "the number of the part is not valid", "I/N with I from 1 to N, for example 3/16"
+    raise UsageError(what, code="invalid-part", found=repr(part), expected=right)
 
 
 def finished_parts(
@@ -329,15 +325,8 @@ def build_part(
 ) -> PartResult:  # raises LeakmelError
     "Build one part of a data set, in a folder that all processes reach. A part that is complete is not built again."
     number, n_parts = parse_part(part)
-    request = BuildRequest(
-        root=root,
-        spec=spec,
-        engine=engine,
-        config=PipelineConfig() if pipeline is None else pipeline,
-        check=0,
-        progress=progress,
-        with_waveforms=with_waveforms,
-    )
+    config = PipelineConfig() if pipeline is None else pipeline
+    request = BuildRequest(root, spec, engine, config, 0, progress, with_waveforms)
     target = output_path(out if out is not None else data_set_name(split_name(split or "") or ""))
     stored = parts_folder(target) / LISTING_NAME
     if _read_plan(stored.parent) is None:  # a listing without a plan may be an old one
@@ -418,12 +407,8 @@ def join(
     if (plan := _read_plan(folder)) is None:
         if not folder.exists() and (made := earlier_result(target)) is not None:
             return made
-        raise DataError(
-            "there are no parts of this data set",
-            code="no-parts",
-            path=folder,
-            remedy="build them first: leakmel build ROOT --out FILE --part I/N",
-        )
+        remedy = "build them first: leakmel build ROOT --out FILE --part I/N"
+        raise DataError("there are no parts of this data set", code="no-parts", path=folder, remedy=remedy)
     n_parts = plan["n_parts"]
     parts = finished_parts(folder, n_parts)
     if missing := sorted(set(range(1, n_parts + 1)) - parts.keys()):
@@ -452,11 +437,10 @@ def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> Non
             found="; ".join(f"{n}: {plan.get(n)}, here {here}" for n, here in others.items()),
             remedy="join with the installation that built the parts",
         )
-    require_same_table(
-        manifest.table_path,
-        plan["table"],
-        f"restore the table; or, to use the new one, remove {show_path(folder)} and build all parts again",
+    remedy = (
+        f"restore the table; or, to use the new one, remove {show_path(folder)} and build all parts again"
     )
+    require_same_table(manifest.table_path, plan["table"], remedy)
 
 
 def _join_files(
@@ -493,16 +477,8 @@ def _join_files(
             remedy="move the folder of the parts elsewhere and build them again",
         ) from e
     _check_origin(plan, manifest, folder)
-    request = BuildRequest(
-        root=manifest.root,
-        spec=spec,
-        engine=_engine_of(identity, spec, config),
-        config=config,
-        check=check,
-        progress=progress,
-        with_waveforms=with_waveforms,
-        fresh=fresh,
-    )
+    engine = _engine_of(identity, spec, config)
+    request = BuildRequest(manifest.root, spec, engine, config, check, progress, with_waveforms, fresh=fresh)
     manifest = replace(manifest, listings=(listing,))
     parts = Parts(n_parts, iter(files), keep_parts)
     try:
@@ -707,17 +683,9 @@ def build(
     upload: str | None = None,  # URL of a folder, like s3://BUCKET/FOLDER: the data set is stored there too
 ) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged
     "Build and verify one data set from a folder of recordings."
+    config = PipelineConfig() if pipeline is None else pipeline
     request = BuildRequest(
-        root=root,
-        spec=spec,
-        engine=engine,
-        mode=mode,
-        preloaded=preloaded,
-        config=PipelineConfig() if pipeline is None else pipeline,
-        check=check,
-        progress=progress,
-        with_waveforms=with_waveforms,
-        fresh=fresh,
+        root, spec, engine, config, check, progress, with_waveforms, mode, preloaded, fresh
     )
 
     def targets(found: Manifest) -> list[Target]:
@@ -750,17 +718,9 @@ def build_all(
     BuildResult
 ]:  # one per split folder, in the order TRAINING, VALIDATION, TESTING; an empty split is an error
     "Build and verify the data sets of all splits in one pipeline: the next split is read while the last one is written."
+    config = PipelineConfig() if pipeline is None else pipeline
     request = BuildRequest(
-        root=root,
-        spec=spec,
-        engine=engine,
-        mode=mode,
-        preloaded=preloaded,
-        config=PipelineConfig() if pipeline is None else pipeline,
-        check=check,
-        progress=progress,
-        with_waveforms=with_waveforms,
-        fresh=fresh,
+        root, spec, engine, config, check, progress, with_waveforms, mode, preloaded, fresh
     )
 
     def targets(found: Manifest) -> list[Target]:
@@ -798,13 +758,8 @@ def find_data(
     if named := os.environ.get("LEAKMEL_DATA"):
         folder = user_path(named)
         if not folder.is_dir():
-            raise DataError(
-                "there is no such folder",
-                code="no-such-folder",
-                path=folder,
-                found="its path in the environment variable LEAKMEL_DATA",
-                remedy="correct or unset LEAKMEL_DATA",
-            )
+            remedy = "correct or unset the environment variable LEAKMEL_DATA"
+            raise DataError("there is no such folder", code="no-such-folder", path=folder, remedy=remedy)
         return folder, "from the environment variable LEAKMEL_DATA"
     demo, hint = runs_folder() / "demo", "for your own recordings, set data_root or LEAKMEL_DATA"
     if demo.is_dir():
@@ -812,7 +767,4 @@ def find_data(
     demo.parent.mkdir(parents=True, exist_ok=True)
     with Progress(DEMO_FILES, label="demo data set", show=progress) as bar:
         done = write_demo(demo, n_files=DEMO_FILES, progress=bar.update)
-    return (
-        demo,
-        f"a new demo data set ({done.n_files:,} synthetic recordings), because no data folder was given; {hint}",
-    )
+    return demo, f"a new demo data set ({done.n_files:,} synthetic recordings); {hint}"

@@ -24,16 +24,7 @@ import numpy as np
 
 from leakmel.audio.listing import part_range
 from leakmel.audio.manifest import Manifest, unlabelled_hint
-from leakmel.audio.problems import (
-    CANNOT_BE_USED,
-    Columns,
-    Problem,
-    content_problems,
-    count_kinds,
-    label_problems,
-    name_problems,
-    twin_problems,
-)
+from leakmel.audio import problems
 from leakmel.audio.tables import require_same_table
 from leakmel.core.errors import DataError, OutputError, VerifyError, show_path
 from leakmel.core.files import read_own_json, replacing, sync_folder, write_errors, write_sealed
@@ -88,7 +79,7 @@ class BuildResult:
     summary: dict[str, Any]  # plain values, as in FILE.report.json
     timeline: Timeline  # timeline of the whole run with all splits
     run_s: float  # seconds from listing to the end of the run
-    noted: tuple[Problem, ...] = ()  # remarks on the recordings, for example copies in two splits
+    noted: tuple[problems.Problem, ...] = ()  # remarks on the recordings, for example copies in two splits
 
     @property
     def files_per_s(self) -> float:
@@ -131,17 +122,19 @@ def _read_columns(job: Job, label_names: tuple[str, ...]) -> None:
     "Read what the rules of `audio.problems` need from the published data set. Raises OutputError."
     target = job.file.target
     with write_errors(target), open_file(target, examine=False) as f:
-        facts = {x.name: read_column(f[f"files/{x.name}"]) for x in fields(Columns)[4:]}
+        facts = {x.name: read_column(f[f"files/{x.name}"]) for x in fields(problems.Columns)[4:]}
         label_ids, job.gains = f[LABELS][:].astype(np.int64), f["files/gain"][:]
     facts["silent"] = facts["silent"].astype(bool)
-    job.columns = Columns((job.listing.place,), label_names, np.zeros_like(label_ids), label_ids, **facts)
+    job.columns = problems.Columns(
+        (job.listing.place,), label_names, np.zeros_like(label_ids), label_ids, **facts
+    )
 
 
 def split_problems(
     manifest: Manifest,
     job: Job,  # published
     jobs: Sequence[Job],  # of the run, in the order of the manifest
-) -> tuple[Problem, ...]:
+) -> tuple[problems.Problem, ...]:
     "Return the problems of a split's recordings, without its rejected files."
     columns, listing = job.columns, job.listing
     if columns is None:
@@ -151,12 +144,12 @@ def split_problems(
     sensors = (os.fsdecode(s) for x in (*before, columns) for s in np.unique(x.sensor).tolist())
     found = [
         *(p for p in manifest.notes if not p.path.startswith(others)),
-        *name_problems(columns.show, columns.label_id, job.gains),
-        *label_problems(manifest.label_names, [(listing.place or listing.split, listing.label_ids)]),
-        *twin_problems(sensors, "sensors"),
-        *content_problems(columns, before=before),
+        *problems.name_problems(columns.show, columns.label_id, job.gains),
+        *problems.label_problems(manifest.label_names, [(listing.place or listing.split, listing.label_ids)]),
+        *problems.twin_problems(sensors, "sensors"),
+        *problems.content_problems(columns, before=before),
     ]
-    return tuple(p for p in found if p.group != CANNOT_BE_USED)
+    return tuple(p for p in found if p.group != problems.CANNOT_BE_USED)
 
 # %% ../../../nbs/dataset/run/publish.ipynb #7c822286
 _MANY_FILES = 50_000  # below, there is not much memory to give back
@@ -339,7 +332,7 @@ def _split_summary(
     seconds: float,
     import_s: float,
     samples: list[dict],  # of the monitor, while the split was built
-    noted: Sequence[Problem],
+    noted: Sequence[problems.Problem],
 ) -> dict[str, Any]:
     from leakmel import __version__
 
@@ -366,7 +359,7 @@ def _split_summary(
         "rejected": len(job.rejected),
         "rejected_share": len(job.rejected) / n,
         "rejected_by_code": dict(Counter(sorted(r.code for r in job.rejected)).most_common()),
-        "problems_by_kind": count_kinds(p.kind for p in noted),
+        "problems_by_kind": problems.count_kinds(p.kind for p in noted),
         "kept_files": int(kept.sum()),
         "kept_rows": int((kept & job.good).sum()),
         "parts": job.n_parts,
@@ -502,7 +495,7 @@ def earlier_result(
     try:
         target.stat()
         body = read_own_json(report_path)
-        noted = tuple(Problem(**p) for p in body.pop("problems"))
+        noted = tuple(problems.Problem(**p) for p in body.pop("problems"))
         rejected = tuple(
             Rejected(b64decode(r.get("path_base64", "")) or r["path"].encode(), r["code"], r["message"])
             for r in body.pop("rejected_files")

@@ -21,21 +21,7 @@ import numpy as np
 
 from leakmel.audio.conform import FIGURES, add_faults, conform, digests_of, native, quality_figures
 from leakmel.audio.listing import DRY, Listing
-from leakmel.audio.wav import (
-    HEADER_BYTES,
-    OPEN_FLAGS,
-    CacheUse,
-    OutOfMemory,
-    ReadFailureGuard,
-    canonical_header,
-    close_read,
-    decode_payload,
-    is_in_cache,
-    open_regular,
-    parse_header,
-    read_error,
-    read_payload,
-)
+from leakmel.audio import wav
 from leakmel.core.errors import DataError, MachineError, RecordingError, show_path
 from leakmel.core.machine_code import BoundCall
 from leakmel.core.store import LocalCopies
@@ -301,7 +287,7 @@ def may_be_plain(
     spec: MelSpec,
 ) -> np.ndarray:  # [n] bool
     "Return which files may be plain recordings of the length of a row, by their sizes."
-    least = HEADER_BYTES + 2 * spec.n_samples
+    least = wav.HEADER_BYTES + 2 * spec.n_samples
     return (sizes >= least) & (sizes <= least + _OTHER_CHUNKS)
 
 
@@ -320,11 +306,11 @@ class BatchReader:
         self.listing = listing
         self.spec = spec
         self.on_bad_file = on_bad_file
-        self.header = canonical_header(spec.sample_rate, spec.n_samples)
+        self.header = wav.canonical_header(spec.sample_rate, spec.n_samples)
         self.base = os.fsencode(listing.folder) + b"/"
         self.no_label = _NO_LABEL["folders" if listing.naming.labels_by_folder else listing.naming.source]
-        self.cache_use = CacheUse()
-        self.read_failures = ReadFailureGuard()  # stops after too many consecutive I/O errors
+        self.cache_use = wav.CacheUse()
+        self.read_failures = wav.ReadFailureGuard()  # stops after too many consecutive I/O errors
         self._plain_facts = np.zeros((), FACTS)
         known = ["good", "whole", "channels", "encoding", "status", "sample_rate", "n_samples"]
         plain = (True, True, 1, ENCODINGS.index(PLAIN[0]), STATUSES.index(PLAIN[1]))
@@ -365,7 +351,7 @@ class BatchReader:
             )
         for i in np.flatnonzero(outcomes > 0):
             path = self.base + self.listing.paths[slot.first + i]
-            if isinstance(fault := read_error(OSError(int(outcomes[i]), ""), path), MachineError):
+            if isinstance(fault := wav.read_error(OSError(int(outcomes[i]), ""), path), MachineError):
                 raise fault
         good = outcomes == module.READ
         if good.any():
@@ -383,7 +369,7 @@ class BatchReader:
         try:
             self._read(slot, i, k)
         except MemoryError as e:
-            raise OutOfMemory(self.base + listing.paths[k]) from e
+            raise wav.OutOfMemory(self.base + listing.paths[k]) from e
         except RecordingError as e:
             slot.samples[i] = 0
             if listing.label_ids[k] >= 0 and listing.sizes[k] >= 0:  # else the file was not read
@@ -406,21 +392,21 @@ class BatchReader:
         ):
             if holds:
                 raise RecordingError(code, message)
-        fd, n_file = open_regular(path)
+        fd, n_file = wav.open_regular(path)
         try:
             if n_file != size:
                 raise RecordingError("changed", f"{size} bytes when listed, {n_file} when read")
-            header = parse_header(fd, n_file)
-            raw = read_payload(fd, header)
+            header = wav.parse_header(fd, n_file)
+            raw = wav.read_payload(fd, header)
             with slot.taking("decode", 1):
-                recording = decode_payload(header, raw)
+                recording = wav.decode_payload(header, raw)
             st = os.fstat(fd)  # after reading: a write in between shows too
             if st.st_mtime_ns != self.listing.mtimes_ns[k]:
                 raise RecordingError("changed", "modified after it was listed")
         except OSError as e:
-            raise read_error(e, path) from e
+            raise wav.read_error(e, path) from e
         finally:
-            close_read(fd)
+            wav.close_read(fd)
         n, channels = recording.samples.shape
         rate = recording.sample_rate
         other = rate != self.spec.sample_rate
@@ -443,7 +429,7 @@ COLD_SHARE = 0.04  # share of files not in the page cache above which prefetchin
 
 def cold_share(
     listing: Listing,
-    cache_use: CacheUse,  # records whether the file system reports cached pages, and whether files were missing
+    cache_use: wav.CacheUse,  # records whether the file system reports cached pages, and whether files were missing
     most: int = PROBES,  # files to look at
 ) -> float | None:  # 0 to 1; None if the file system does not report it, or if there are no files
     "Estimate from a sample the share of files that are not in the page cache; raises nothing."
@@ -461,8 +447,8 @@ def cold_share(
 
 def _is_cached(path: bytes, size: int) -> bool | None:
     "Check whether the end of a file is in the page cache; None if unknown."
-    with suppress(OSError), open(path, "rb", 0, opener=lambda p, flags: os.open(p, OPEN_FLAGS)) as file:
-        return is_in_cache(file.fileno(), size - 1)
+    with suppress(OSError), open(path, "rb", 0, opener=lambda p, flags: os.open(p, wav.OPEN_FLAGS)) as file:
+        return wav.is_in_cache(file.fileno(), size - 1)
     return None  # the reader reports the error
 
 # %% ../../../nbs/dataset/source/loader.ipynb #9b503597
