@@ -389,9 +389,9 @@ def _check_origin(
         report._note_moved(f"the data folder cannot be used; the data set was not compared: {e}")
         report.labels_compared = False
         return
-    has_samples = schema.WAVEFORMS not in f or (sources is not None and sources.keep_samples)
-    is_ready = sources is not None and (sources.folder, sources.spec) == (folder, spec) and has_samples
-    sources = sources if is_ready else Sources(folder, spec)
+    given, needs = sources, schema.WAVEFORMS in f
+    if sources is None or (sources.folder, sources.spec) != (folder, spec) or sources.keep_samples < needs:
+        sources = Sources(folder, spec)
     # a longer path, of a rejected recording, would widen a copy of all paths
     known = [path for path in sources.known if len(path) <= paths.dtype.itemsize]
     preferred = np.searchsorted(paths, np.array(known, paths.dtype)).tolist()
@@ -415,7 +415,7 @@ def _check_origin(
             is_changed=is_changed,
         )
     finally:
-        if not is_ready:
+        if sources is not given:
             sources.close()
     if accounting:
         report.problems += consistency.accounting(f, folder, naming)

@@ -42,7 +42,6 @@ KNOWN = np.dtype(
         ("size", "<i8"),  # of the recording, bytes
         ("mtime_ns", "<i8"),
         ("facts", FACTS),
-        ("moments", "<f8", (5,)),
         ("digest", "S32"),  # of the row
         ("waveform_digest", "S32"),  # empty without waveforms
     ]
@@ -73,7 +72,7 @@ def _entry_of(body: dict[str, Any], n: int) -> np.ndarray:  # [k] KNOWN, numbers
     return known
 
 # %% ../../../nbs/dataset/run/existing.ipynb #e2598a7a
-JOURNAL_SCHEMA = 5
+JOURNAL_SCHEMA = 6
 
 
 def folder_inodes(
@@ -567,6 +566,5 @@ def _read_known(f: h5py.File, stamps: np.ndarray, with_waveforms: bool) -> np.nd
     for name, words in (("encoding", ENCODINGS), ("status", STATUSES)):
         facts[name] = codes_of(schema.read_column(f[f"files/{name}"]), words)
     facts["good"] = True
-    facts["figured"] = True
     facts["ctime_ns"] = stamps["ctime_ns"][:n]
     return known

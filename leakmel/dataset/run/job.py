@@ -194,7 +194,6 @@ class Job:
         self.pinned: str | None = None  # "allocated" or "reused" memory of the slots
         # facts about candidates
         self.facts = schema.mapped_zeros(n, loader.FACTS)
-        self.moments = schema.mapped_zeros(n, ("f8", 5))  # of 16-bit rows; other figures are in the facts
         self.row_digests = schema.mapped_zeros(n, "S32")
         self.waveform_digests = None if file.waveform_shape is None else np.zeros(n, "S32")
         self.good = np.zeros(n, bool)  # which candidates have become rows
@@ -241,8 +240,9 @@ class Job:
         n_bytes = self.file.write(slot.first, slot.mels[: slot.n])
         if self.waveform_digests is not None:
             n_bytes += store_waveforms(slot, self.spec, self.file, self.waveform_digests)
+        for name, values in quality(slot.moments[: slot.n], self.spec.n_samples, True).items():
+            np.copyto(slot.facts[name], values, where=~slot.facts["figured"])
         self.facts[mine] = slot.facts
-        self.moments[mine] = slot.moments[: slot.n]
         self.row_digests[mine] = digests_of(slot.mels[: slot.n])
         self.good[mine] = slot.facts["good"]
         if self.read_back:
@@ -261,7 +261,6 @@ class Job:
         "Register candidates that earlier builds processed; called before any thread starts."
         k = known["number"]
         self.facts[k] = known["facts"]
-        self.moments[k] = known["moments"]
         self.row_digests[k] = known["digest"]
         if self.waveform_digests is not None:
             self.waveform_digests[k] = known["waveform_digest"]
@@ -278,7 +277,6 @@ class Job:
         known["number"] = k
         known["size"], known["mtime_ns"] = self.listing.sizes[k], self.listing.mtimes_ns[k]
         known["facts"] = self.facts[k]
-        known["moments"] = self.moments[k]
         known["digest"] = self.row_digests[k]
         if self.waveform_digests is not None:
             known["waveform_digest"] = self.waveform_digests[k]
@@ -307,7 +305,6 @@ class Job:
         return n_kept
 
 # %% ../../../nbs/dataset/run/job.ipynb #d161a17a
-_FIGURES_BLOCK = 16_384  # rows: what is computed on the way stays in the processor's cache
 _FACT_COLUMNS = ("sample_rate", "n_samples", "channels", "digest", *(FIGURES.names or ()))
 
 # %% ../../../nbs/dataset/run/job.ipynb #b493b564
@@ -327,11 +324,6 @@ def job_metadata(
 ) -> schema.Metadata:
     "Return the metadata of a job's data set; release the facts that have become columns."
     listing = job.listing
-    for start in range(0, len(listing), _FIGURES_BLOCK):
-        facts, moments = (x[start : start + _FIGURES_BLOCK] for x in (job.facts, job.moments))
-        for name, values in quality(moments, job.spec.n_samples, True).items():
-            np.copyto(facts[name], values, where=~facts["figured"])
-    job.moments = job.moments[:0].copy()
     keep = np.flatnonzero(job.good)
 
     def rows(values: np.ndarray) -> np.ndarray:
