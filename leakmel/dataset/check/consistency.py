@@ -45,7 +45,7 @@ def _full_scale(samples: np.ndarray) -> np.ndarray:
 def expected_row(recording: Recording, spec: MelSpec) -> tuple[np.ndarray, str]:
     """Return the samples of a row as the rules define them ([N] int16 or float32), and its status.
 
-    Computed independently of the builder. Raises RecordingError where the rules ask for a rejection, MachineError.
+    Computed independently of the builder. Raises MachineError; RecordingError where the rules reject.
     """
     samples = recording.samples
     n, channels = samples.shape
@@ -90,7 +90,7 @@ class Source:
 
 
 def read_source(path: bytes, spec: MelSpec) -> Source:
-    "Read a recording and compute the expected content of its row. Raises MachineError; RecordingError where it cannot be used."
+    "Read a recording and compute the expected content of its row. Raises MachineError, RecordingError."
     recording = read_wav(path)
     try:
         x, status = expected_row(recording, spec)
@@ -460,7 +460,7 @@ def rejected_problems(
 def _rejected_now(
     file: bytes, path: bytes, code: str, spec: MelSpec, naming: Naming, labels: Sequence[str], by_people: bool
 ) -> str:
-    "Return what a build would do with a rejected file now: the end of a sentence, empty if it is rejected with this code."
+    "Return what a build would do with a rejected file now, the end of a sentence; empty: reject it so."
     if not os.path.lexists(file):
         return "" if code == "unreadable" else " and no longer exists"
     if naming.source == "table" and code in ("no_label", "dry"):

@@ -123,8 +123,7 @@ class MelDataset:
         path: str | os.PathLike,
         *,
         legacy: bool = False,  # a file of the earlier system: no schema, no digests
-        chunk_cache_bytes: int
-        | None = None,  # size of HDF5's cache of decompressed chunks; unused for contiguous rows
+        chunk_cache_bytes: int | None = None,  # of HDF5's cache of decompressed chunks
         people: CurrentLabels | None = None,  # labels by people, which replace those of the file
     ):
         self.path = Path(path)
@@ -385,9 +384,8 @@ def _load(path: Path) -> dict[str, Any]:
         raise DataError("there is no such spec file", code="no-such-file", path=path, remedy=hint) from e
     except OSError as e:
         reason, hint = explain(e, path)
-        raise DataError(
-            f"the spec file cannot be read ({reason})", code="read-failed", path=path, remedy=hint
-        ) from e
+        what = f"the spec file cannot be read ({reason})"
+        raise DataError(what, code="read-failed", path=path, remedy=hint) from e
     body: Any = None
     why = ""
     try:
@@ -473,10 +471,8 @@ def write_spec(
     return SpecFile(path, preset, changes)
 
 # %% ../../../nbs/dataset/file/reader.ipynb #f2c66733
-def spec_of_data_set(
-    path: str | os.PathLike,
-) -> SpecFile:  # raises DataError for files of the earlier system, and others that hold no spec
-    "Return the spec of a data set in the form of a spec file."
+def spec_of_data_set(path: str | os.PathLike) -> SpecFile:
+    "Return the spec of a data set in the form of a spec file; raises DataError for a file that has none."
     try:
         with open_dataset(path) as ds:
             spec = ds.spec
@@ -495,9 +491,7 @@ def spec_of_data_set(
 
 # %% ../../../nbs/dataset/file/reader.ipynb #6f989693
 def requested_spec(
-    file: str
-    | os.PathLike
-    | None,  # a spec file, a data set, or a folder with a data set; None or empty: none
+    file: str | os.PathLike | None,  # a spec file, a data set, or a folder with one; None or empty: none
     preset: str | None,  # requested preset; None: none
     given: Mapping[str, Any],  # requested fields of MelSpec
 ) -> tuple[dict[str, Any], str]:  # for `build`, and a line on where the spec comes from; "" without a file

@@ -143,10 +143,8 @@ _MISMATCHES = {
 }
 
 
-def journal_path(
-    target: Path,  # the data set's final name
-) -> Path:
-    "Return the path of the journal of an unfinished data set."
+def journal_path(target: Path) -> Path:
+    "Return the path of the journal of an unfinished data set; `target` is its final name."
     return target.with_name(f".{target.name}.journal")
 
 # %% ../../../nbs/dataset/run/existing.ipynb #c5479c82
@@ -164,10 +162,8 @@ class InterruptedBuild:
     refusal: str = ""  # why the build cannot be resumed although a journal exists
 
 
-def engine_of_journal(
-    path: Path,
-) -> tuple[str, str] | None:  # None if there are no rows that this release could resume
-    "Return identity of the engine and fingerprint of the interrupted build that a journal belongs to; raises nothing."
+def engine_of_journal(path: Path) -> tuple[str, str] | None:
+    "Return engine and fingerprint of the build of a journal; None if this release cannot resume it."
     from leakmel import __version__
 
     with (
@@ -303,9 +299,8 @@ class Journal:
             self.n_entered = 0
 
 # %% ../../../nbs/dataset/run/existing.ipynb #e3eeb6e1
-STAMP = np.dtype(
-    [("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8"), ("folder", "<i8")]
-)  # folder: inode number of the folder that it lies in
+# folder: inode number of the folder that it lies in
+STAMP = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8"), ("folder", "<i8")])
 
 
 def stamps_of(
@@ -351,10 +346,8 @@ def is_settled(
     return ctimes_ns < began_ns - np.where(ctimes_ns % 1_000_000_000 == 0, _WHOLE_SECOND_NS, _CLOCK_STEP_NS)
 
 # %% ../../../nbs/dataset/run/existing.ipynb #30f32b47
-_UNSTABLE_REJECT_CODES = (
-    "changed",
-    "unreadable",
-)  # reject codes that say nothing about the content of the file
+# reject codes that say nothing about the content of the file
+_UNSTABLE_REJECT_CODES = ("changed", "unreadable")
 
 
 def stamps_at_build(
@@ -386,22 +379,15 @@ STATE_SCHEMA = 3
 _MAX_STATE_HEADER = 4096  # bytes
 
 
-def state_path(
-    target: Path,  # the data set's final name
-) -> Path:
-    "Return the path of the state file of a data set."
+def state_path(target: Path) -> Path:
+    "Return the path of the state file of a data set; `target` is its final name."
     return target.with_name(f".{target.name}.state")
 
 
 def _state_head(data: bytes, data_set: os.stat_result) -> dict[str, object]:
     "Return the header fields that tie a state file to its data set."
-    return {
-        "schema": STATE_SCHEMA,
-        "n_bytes": data_set.st_size,
-        "mtime_ns": data_set.st_mtime_ns,
-        "n": len(data) / STAMP.itemsize,
-        "decoders": decoders(),
-    }
+    facts = {"n_bytes": data_set.st_size, "mtime_ns": data_set.st_mtime_ns, "decoders": decoders()}
+    return {"schema": STATE_SCHEMA, "n": len(data) / STAMP.itemsize} | facts
 
 
 def write_state(
@@ -417,10 +403,8 @@ def write_state(
         new.write_bytes(sealed(head.encode() + b"\n" + data))
 
 
-def read_state(
-    target: Path,
-) -> tuple[str, np.ndarray] | None:  # digest of its metadata, and stamps as they were written
-    "Read the state file of the existing data set; return None if none belongs to it; raises nothing."
+def read_state(target: Path) -> tuple[str, np.ndarray] | None:
+    "Return metadata digest and stamps of the state file of the existing data set; None without one."
     with (
         suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
         open(open_regular_file(state_path(target), os.O_NOFOLLOW), "rb") as f,
@@ -461,12 +445,8 @@ def _has_settings(
     if schema.metadata_digest(f) != digest:
         return False
     if (before := str(f.attrs["engine"])) != engine:
-        log.warning(
-            "%s was built by engine %s, and this build uses %s, whose rows can differ in their last bits: all rows are computed again",
-            target,
-            before,
-            engine,
-        )
+        text = "%s was built by engine %s, and this build uses %s, so all rows are computed again"
+        log.warning(text, target, before, engine)
         return False
     expected = {
         "schema_version": schema.SCHEMA_VERSION,
@@ -537,6 +517,7 @@ def open_existing(
     is_row, is_lost = same & (of < n_rows), same & (of >= n_rows)
     known = known[of[is_row]]
     known["number"] = met[is_row]
+    counts = len(listing) - len(met), len(met) - int(same.sum()), len(place) - len(met)
     return ExistingDataset(
         path=target,
         digest=digest,
@@ -545,11 +526,7 @@ def open_existing(
         places=of[is_row],
         rejected=[rejected[i] for i in of[is_lost] - n_rows],
         numbers=met[is_lost],
-        changes={
-            "added": len(listing) - len(met),
-            "changed": len(met) - int(same.sum()),
-            "removed": len(place) - len(met),
-        },
+        changes=dict(zip(("added", "changed", "removed"), counts)),
     )
 
 

@@ -163,10 +163,8 @@ def _long_enough(headers: np.ndarray, given: dict[str, Any]) -> np.ndarray:
 _SIMILAR = 0.1  # of the median length
 
 
-def _similar_length(
-    headers: np.ndarray,
-) -> tuple[int, float, int] | None:  # Hz, s, recordings; None: too different
-    "Return rate and shortest length of recordings of one rate with lengths within 10 % of the median, if they are the majority."
+def _similar_length(headers: np.ndarray) -> tuple[int, float, int] | None:
+    "Return rate, shortest length and number of the majority: of one rate, within 10 % of the median length."
     rates, seconds = headers[:, 0], headers[:, 1] / headers[:, 0]
     common = Counter(rates.tolist()).most_common(1)[0][0]
     near = (rates == common) & (np.abs(seconds - np.median(seconds)) <= _SIMILAR * np.median(seconds))
@@ -217,9 +215,7 @@ def _changed_share(headers: np.ndarray, spec: MelSpec) -> float:
     return float(np.abs(seconds - spec.duration_s).sum() / seconds.sum())
 
 
-def _fits_most(
-    headers: np.ndarray, given: dict[str, Any]
-) -> dict[str, Any] | None:  # None: each proposal rejects a recording, or changes too much
+def _fits_most(headers: np.ndarray, given: dict[str, Any]) -> dict[str, Any] | None:
     "Return the first proposal that rejects no recording and changes at most half of the samples."
     for proposal, spec in propose_specs(headers, given):
         if not count_changes(headers, spec)["rejected"] and _changed_share(headers, spec) <= _LARGEST_CHANGE:
@@ -227,10 +223,8 @@ def _fits_most(
     return None
 
 
-def _options_of(
-    headers: np.ndarray, given: dict[str, Any]
-) -> dict[str, dict[str, Any]]:  # rate and length by the words of a command and what they change
-    "Return the proposals as options of a command."
+def _options_of(headers: np.ndarray, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    "Return the proposals, rate and length, by the options of a command and what they change."
     found = {}
     for proposal, spec in propose_specs(headers, given):
         new = {name: value for name, value in proposal.items() if name not in given}
@@ -273,13 +267,9 @@ def list_recordings(
     if manifest is None:
         return scan(root, split=split, progress=progress)
     if os.path.realpath(root) != os.path.realpath(manifest.root):
-        raise UsageError(
-            "the manifest belongs to another folder",
-            code="other-manifest",
-            path=root,
-            found=show_path(manifest.root),
-            remedy="give the folder that was scanned",
-        )
+        what, found = "the manifest belongs to another folder", show_path(manifest.root)
+        remedy = "give the folder that was scanned"
+        raise UsageError(what, code="other-manifest", path=root, found=found, remedy=remedy)
     return manifest
 
 
@@ -301,10 +291,7 @@ def listing_of_split(
     wanted = "" if split is None else split_name(split)
     if wanted not in found:
         raise UsageError(
-            "the manifest does not contain this split",
-            code="split-not-found",
-            found=", ".join(found),
-            expected=split,
+            "the manifest lacks this split", code="split-not-found", found=", ".join(found), expected=split
         )
     return found[wanted]
 
@@ -346,9 +333,8 @@ def decide_spec(
         most, n_most = Counter(zip(*(values[name] for name in inferred))).most_common(1)[0]
         if 2 * n_most > len(usable):
             given |= dict(zip(inferred, most))
-            reason = (
-                f"{' and '.join(names[x] for x in inferred)} of {n_most:,} of {len(headers):,} recordings"
-            )
+            what = " and ".join(names[x] for x in inferred)
+            reason = f"{what} of {n_most:,} of {len(headers):,} recordings"
         elif "duration_s" in inferred and (similar := _similar_length(usable)):
             rate, shortest, n = similar
             given |= {"sample_rate": rate} if "sample_rate" in inferred else {}
@@ -377,12 +363,11 @@ def check_target(
     from leakmel.dataset.file.schema import open_file
 
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(root)):
-        raise OutputError(
+        what, remedy = (
             "the output file lies inside the data folder",
-            code="inside-data",
-            path=target,
-            remedy="choose a folder outside the data folder",
+            "choose a folder outside the data folder",
         )
+        raise OutputError(what, code="inside-data", path=target, remedy=remedy)
     if os.path.isdir(target):
         raise OutputError(
             "the output path is a folder, but it must be a file",
@@ -410,12 +395,8 @@ def check_target(
             raise PermissionError(errno.EACCES, "")
     except OSError as e:
         cause, remedy = explain(e, target.parent, writing=True)
-        raise OutputError(
-            f"the output folder cannot be written ({cause})",
-            code="output-not-writable",
-            path=target.parent,
-            remedy=remedy,
-        ) from e
+        what = f"the output folder cannot be written ({cause})"
+        raise OutputError(what, code="output-not-writable", path=target.parent, remedy=remedy) from e
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #cdb738a4
 def _missing_labels(manifest: Manifest) -> list[str]:
@@ -516,13 +497,10 @@ def checked_inputs(manifest: Manifest, targets: Sequence[Target], spec: SpecLike
             check_listing(listing, manifest)
         decision = decide_spec(spec, [listing for listing, _ in targets])
         if not decision.has_majority:
-            s = decision.spec
+            taken = f"{decision.spec.sample_rate:,} Hz and {decision.spec.duration_s:g} s are taken"
+            why = f"{decision.reason}; {decision.changes_text}"
             log.warning(
-                "The recordings differ: %s Hz and %g s are taken (%s; %s). Other values: --sample-rate, --duration-s",
-                f"{s.sample_rate:,}",
-                s.duration_s,
-                decision.reason,
-                decision.changes_text,
+                "The recordings differ: %s (%s). Other values: --sample-rate, --duration-s", taken, why
             )
         yield decision
     except BaseException:
@@ -568,9 +546,8 @@ def propose_build(
     manifest: Manifest,
     root: str,  # folder as the user gave it
     *,
-    options: Sequence[
-        str
-    ] = (),  # words of the command line that name the recordings, for example ["--table", "a.csv"]
+    # words of the command line that name the recordings, for example ["--table", "a.csv"]
+    options: Sequence[str] = (),
     spec: SpecLike = None,  # as for `build`
 ) -> BuildProposal:
     "Propose the first build of a folder."

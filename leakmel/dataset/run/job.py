@@ -556,7 +556,7 @@ def _keep_rows(
             job.changes = existing.changes
             job.keep(copied, existing.rejected, existing.numbers)
         if job.n_done:
-            text = "%s: of %d rows, %d are resumed from an interrupted build and %d are copied from the existing data set"
+            text = "%s: of %d rows, %d are resumed from an interrupted build and %d copied from the data set"
             log.info(text, job.split, len(job.listing), job.n_resumed, job.n_copied)
     bad = [r for r in job.rejected if r.code != "dry"]
     if bad and config.on_bad_file == "stop":

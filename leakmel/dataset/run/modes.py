@@ -443,7 +443,7 @@ def choose_mode(
     too_large = f"the samples do not fit into memory (limit {size_text(config.ram_fraction * free)})"
     once = "one build reads each recording once"
     rules = (
-        (asked == "preload" and kept, "stream", "rows are reused, and the other recordings are read once"),
+        (asked == "preload" and kept, "stream", "rows of an earlier build are reused, others are read once"),
         (asked == "preload" and not fits, "memmap", f"{too_large}, so a cache file is used"),
         (asked != "auto", asked, "as requested"),
         (cached, "memmap", "a cache file of these recordings exists"),

@@ -62,10 +62,8 @@ _MAX_PARTS = 100_000
 _PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty|joined)")
 
 
-def parts_folder(
-    target: Path,  # the data set's final name
-) -> Path:
-    "Return the folder in which the parts of a data set are built."
+def parts_folder(target: Path) -> Path:
+    "Return the folder in which the parts of a data set are built; `target` is its final name."
     return target.with_name(f".{target.name}.parts")
 
 
@@ -81,12 +79,11 @@ def parse_part(
     raise UsageError(what, code="invalid-part", found=repr(part), expected=right)
 
 
-def finished_parts(
-    folder: Path, n_parts: int
-) -> dict[
-    int, Path
-]:  # by number; .h5: a data set; .empty: no recording of the part could be used; .joined: rows moved by `join`
-    "Find the complete parts."
+def finished_parts(folder: Path, n_parts: int) -> dict[int, Path]:
+    """Find the complete parts, by number.
+
+    .h5: a data set; .empty: no recording of the part could be used; .joined: rows moved by `join`.
+    """
     found = {}
     with suppress(FileNotFoundError):
         for name in sorted(os.listdir(folder)):
@@ -316,8 +313,7 @@ def build_part(
     split: str | None = None,  # as for `build`
     spec: SpecLike = None,  # as for `build`
     engine: str = "auto",  # as for `build`; it must be the same in all parts
-    pipeline: PipelineConfig
-    | None = None,  # speed settings; the rules for rejected files are applied by `join`
+    pipeline: PipelineConfig | None = None,  # speed settings; `join` applies the rules for rejected files
     manifest: Manifest | None = None,  # result of `scan`, or a stored one: the folder is not listed again
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # as for `build`
@@ -393,11 +389,9 @@ def _engine_of(identity: str, spec: MelSpec, config: PipelineConfig) -> Engine:
 def join(
     out: str | os.PathLike,  # the file of the whole data set, as given to `build_part`
     *,
-    pipeline: PipelineConfig
-    | dict[str, Any]
-    | None = None,  # rules for rejected files, compression, speed; a dict: fields to change; None: as given to the first part
-    check: int
-    | None = 64,  # rows to recompute in float64 before publishing, at least 8 for each part; None: all
+    # rules for rejected files, compression, speed; a dict: fields to change; None: as given to the first part
+    pipeline: PipelineConfig | dict[str, Any] | None = None,
+    check: int | None = 64,  # rows to recompute in float64 before publishing, at least 8 a part; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     keep_parts: bool = False,  # keep the folder of the parts
 ) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged, and the same command goes on
@@ -656,30 +650,25 @@ def _run(
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #ff3912de
 def build(
-    root: str
-    | os.PathLike,  # folder of splits, or one folder of label folders; also a URL like s3://BUCKET/FOLDER
+    root: str | os.PathLike,  # folder of splits, or one folder of label folders; or s3://BUCKET/FOLDER
     *,
-    split: str
-    | None = None,  # "training", "validation", "testing"; None: the root is one folder of label folders
-    out: str
-    | os.PathLike
-    | None = None,  # the data set's file; default {SPLIT}_DATASET.H5 in the working folder
+    split: str | None = None,  # "training", "validation", "testing"; None: one folder of label folders
+    out: str | os.PathLike | None = None,  # the data set's file; default ./{SPLIT}_DATASET.H5
     spec: SpecLike = None,  # MelSpec, or fields to change in a preset: rate and length are then those of most recordings
     engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
     mode: str = "auto",  # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,  # recordings loaded by `leakmel.preload`
     pipeline: PipelineConfig
-    | None = None,  # speed settings; None: the defaults, not the settings that `leakmel machine tune` measured
+    | None = None,  # speed settings; None: the defaults, not those that tune measured
     manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
     check: int
-    | None = 64,  # rows to recompute in float64 before publishing (on a cluster at least 8 for each part); None: all
+    | None = 64,  # rows to recompute in float64 before publishing, on a cluster 8 a part; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # store the short segments too, as float32 from -1 to 1: many times the bytes of the mels
     fresh: bool = False,  # compute every row; ignore interrupted builds and existing data sets
-    labels: LabelTable
-    | None = None,  # labels by people (labels.csv), which replace those of folders, names or a table
-    cluster: Cluster
-    | None = None,  # an Executor, a Dask client or the address of a scheduler: it builds parts of the data set
+    labels: LabelTable | None = None,  # labels by people (labels.csv), which replace all others
+    # an Executor, a Dask client or the address of a scheduler: it builds parts of the data set
+    cluster: Cluster | None = None,
     upload: str | None = None,  # URL of a folder, like s3://BUCKET/FOLDER: the data set is stored there too
 ) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged
     "Build and verify one data set from a folder of recordings."
@@ -704,10 +693,9 @@ def build_all(
     mode: str = "auto",  # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,  # recordings loaded by `leakmel.preload`
     pipeline: PipelineConfig
-    | None = None,  # speed settings; None: the defaults, not the settings that `leakmel machine tune` measured
+    | None = None,  # speed settings; None: the defaults, not those that tune measured
     manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
-    check: int
-    | None = 64,  # rows of each data set to recompute in float64 before publishing, as for `build`; None: all
+    check: int | None = 64,  # rows of each data set to recompute in float64, as for `build`; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # also store the short segments in /segments_waveform
     fresh: bool = False,  # as for `build`
@@ -716,7 +704,7 @@ def build_all(
     upload: str | None = None,  # as for `build`
 ) -> list[
     BuildResult
-]:  # one per split folder, in the order TRAINING, VALIDATION, TESTING; an empty split is an error
+]:  # one for each split folder: TRAINING, VALIDATION, TESTING; an empty split is an error
     "Build and verify the data sets of all splits in one pipeline: the next split is read while the last one is written."
     config = PipelineConfig() if pipeline is None else pipeline
     request = BuildRequest(

@@ -96,25 +96,22 @@ class BuildResult:
         "Table of rejected files: path, code, message."
         import pandas as pd
 
-        return pd.DataFrame(
-            [(show_path(r.path), r.code, r.message) for r in self.rejections],
-            columns=["path", "code", "message"],
-        )
+        found = [(show_path(r.path), r.code, r.message) for r in self.rejections]
+        return pd.DataFrame(found, columns=["path", "code", "message"])
 
     @cached_property
     def problems(self) -> "pd.DataFrame":
         "Table of problems of the recordings, without rejected files: kind, path, message."
         import pandas as pd
 
-        return pd.DataFrame(
-            [(p.kind, p.path, p.message) for p in self.noted], columns=["kind", "path", "message"]
-        )
+        found = [(p.kind, p.path, p.message) for p in self.noted]
+        return pd.DataFrame(found, columns=["kind", "path", "message"])
 
     def __repr__(self) -> str:
         what = reused_rows_sentence(self.summary) or rate_text(self.summary)
+        files = f"{self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files"
         return (
-            f"BuildResult({self.path.name}: {self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files, "
-            f"{self.seconds:.2f} s, {what}; {self.verified.verdict})"
+            f"BuildResult({self.path.name}: {files}, {self.seconds:.2f} s, {what}; {self.verified.verdict})"
         )
 
 # %% ../../../nbs/dataset/run/publish.ipynb #701bcd5a
@@ -205,11 +202,8 @@ def publish(
         try:
             write_state(target, job.file.partial, digest, stamps)
         except OutputError as e:
-            log.warning(
-                "the state file of %s cannot be written, so the next build reads all recordings again: %s",
-                target,
-                e,
-            )
+            text = "the state file of %s cannot be written, so the next build reads all recordings again: %s"
+            log.warning(text, target, e)
         job.file.publish(sync=False)
         if job.journal is not None:
             job.journal.close(remove=True)
@@ -463,12 +457,8 @@ def result_of(
                 body["problems_by_kind"] = summary["problems_by_kind"]
                 _write_report(report_path, lists, body)
     except OutputError as e:
-        raise type(e)(
-            "the data set is complete, but its report or timeline could not be written",
-            code="report-not-written",
-            path=target,
-            found=str(e),
-        ) from e
+        what = "the data set is complete, but its report or timeline could not be written"
+        raise type(e)(what, code="report-not-written", path=target, found=str(e)) from e
     return BuildResult(
         path=target,
         split=job.split,

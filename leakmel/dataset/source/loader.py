@@ -81,9 +81,8 @@ class Slot:
         self,
         n_files: int,  # recordings it holds at most
         spec: MelSpec,
-        host_array: Callable[
-            ..., np.ndarray
-        ] = np.zeros,  # makes zeros of a shape and type; a device may need its own
+        # makes zeros of a shape and type; a device may need its own
+        host_array: Callable[..., np.ndarray] = np.zeros,
     ):
         self._host_array = host_array
         self.samples = host_array((n_files, spec.n_samples), np.int16)
@@ -167,9 +166,7 @@ def rejected_dict(rejected: Rejected) -> dict[str, str]:
     return facts
 
 # %% ../../../nbs/dataset/source/loader.ipynb #62cd1d1e
-def percent(
-    share: float,  # 0 to 1
-) -> str:
+def percent(share: float) -> str:
     "Format a share as a percentage; values just below 1 become 'nearly 100 %'."
     return f"{100 * share:.3g} %" if not 0.9995 <= share < 1 else "nearly 100 %"
 
@@ -182,20 +179,16 @@ def share_sentence(
     "Describe the share of rejected files."
     if not n_rejected:
         return ""
-    return f"{percent(n_rejected / n_found)} of the files" + (
-        "" if most is None else f" (at most {percent(most)} allowed)"
-    )
+    allowed = "" if most is None else f" (at most {percent(most)} allowed)"
+    return f"{percent(n_rejected / n_found)} of the files{allowed}"
 
 
 def reasons(rejected: Sequence[Rejected]) -> str:
     "Count rejected files by code, and name the first file of the three most frequent codes."
     counts = Counter(r.code for r in rejected).most_common()
     first = {r.code: r for r in sorted(rejected, key=lambda r: r.path, reverse=True)}
-    return (
-        ", ".join(f"{n:,} {code}" for code, n in counts)
-        + "; first "
-        + "; ".join(f"{show_path(first[code].path)}: {first[code].message}" for code, _ in counts[:3])
-    )
+    texts = (f"{show_path(first[code].path)}: {first[code].message}" for code, _ in counts[:3])
+    return f"{', '.join(f'{n:,} {code}' for code, n in counts)}; first {'; '.join(texts)}"
 
 # %% ../../../nbs/dataset/source/loader.ipynb #a3e3d32a
 MOST_LISTED = 1000  # rejected files in the facts of an error
@@ -429,7 +422,7 @@ COLD_SHARE = 0.04  # share of files not in the page cache above which prefetchin
 
 def cold_share(
     listing: Listing,
-    cache_use: wav.CacheUse,  # records whether the file system reports cached pages, and whether files were missing
+    cache_use: wav.CacheUse,  # records whether the file system reports cached pages, and missing files
     most: int = PROBES,  # files to look at
 ) -> float | None:  # 0 to 1; None if the file system does not report it, or if there are no files
     "Estimate from a sample the share of files that are not in the page cache; raises nothing."
