@@ -17,14 +17,7 @@ import numpy as np
 
 from leakmel.audio.conform import FIGURES, add_faults, check_range, import_soxr, quality_figures
 from leakmel.audio.labels import BEFORE_COLUMN, BY_COLUMN
-from leakmel.audio.listing import (
-    LONGEST_NAME,
-    LONGEST_PATH,
-    found_below,
-    is_inside,
-    is_recording_name,
-    is_system_folder,
-)
+from leakmel.audio import listing
 from leakmel.audio.naming import SPLITS, Naming
 from leakmel.audio.tables import NameTable, paths_below_root
 from leakmel.audio.wav import DIGEST_ALGORITHM, Recording, read_wav
@@ -299,12 +292,12 @@ def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
     known.update(file["files/path"][:].tolist())
     if is_remote := is_url(os.fsdecode(folder)):
         url = store_path(os.fsdecode(folder))
-        there = set(found_below(url, url, named=known)[0].paths)
+        there = set(listing.found_below(url, url, named=known)[0].paths)
     else:
         there = set[bytes]()
         for at, folders, names in os.walk(folder):  # not through links
-            folders[:] = [name for name in folders if not is_system_folder(os.fsdecode(name))]
-            there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if is_recording_name(n)}
+            folders[:] = [name for name in folders if not listing.is_system_folder(os.fsdecode(name))]
+            there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if listing.is_recording_name(n)}
     if naming.base == "root" and naming.source == "pattern":
         there = {p for p in there if naming.read(p).split == file.attrs["split"]}
     gone = sorted(known - there)
@@ -324,10 +317,10 @@ def path_problems(columns: Mapping[str, np.ndarray]) -> Iterator[str]:
         if paths.dtype.kind == "S" and paths.ndim == 1:  # nearly all are plain, and passed over at once
             lengths = np.strings.str_len(paths)
             strange = np.strings.startswith(paths, b"/") | (np.strings.find(paths, b"..") >= 0)
-            paths = paths[strange | (lengths == 0) | (lengths > LONGEST_NAME)]
+            paths = paths[strange | (lengths == 0) | (lengths > listing.LONGEST_NAME)]
         for path in paths.tolist():
             names = path.split(b"/") if isinstance(path, bytes) else [b".."]
-            too_long = len(path) > LONGEST_PATH or max(map(len, names)) > LONGEST_NAME
+            too_long = len(path) > listing.LONGEST_PATH or max(map(len, names)) > listing.LONGEST_NAME
             if too_long or names[0] == b"" or b".." in names:
                 yield f"{part}: {path[:60]!r}, {len(path):,} bytes, is not a valid path of a recording in the data folder"
                 break
@@ -448,7 +441,7 @@ def rejected_problems(
         for k in picked:
             path, code = paths[k], codes[k].decode("ascii", "replace")
             file = files[path]
-            if not (copies.is_remote or is_inside(file, os.path.realpath(root))):
+            if not (copies.is_remote or listing.is_inside(file, os.path.realpath(root))):
                 continue  # a table may name such a file; it is not read
             if now := _rejected_now(file, path, code, spec, naming, labels, by_people):
                 sentence = f"{show_path(path)}: the file was rejected as {code}{now}"

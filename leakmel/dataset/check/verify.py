@@ -22,15 +22,7 @@ from leakmel.audio.conform import digests_in_file, digests_of
 from leakmel.audio.listing import existing_folder, split_folders
 from leakmel.audio.naming import Naming
 from leakmel.audio.tables import NameTable, read_table
-from leakmel.core.errors import (
-    REJECT_CODES,
-    DataError,
-    LeakmelError,
-    MachineError,
-    RecordingError,
-    UsageError,
-    show_path,
-)
+from leakmel.core import errors
 from leakmel.core.monitor import usable_cores
 from leakmel.core.store import StorePath
 from leakmel.dataset.check import consistency
@@ -78,7 +70,7 @@ class VerifyReport:
         self.problems.append(problem)
 
     def __repr__(self) -> str:
-        return f"VerifyReport({show_path(Path(self.path).name)}: {self.verdict})"
+        return f"VerifyReport({errors.show_path(Path(self.path).name)}: {self.verdict})"
 
     def to_dict(self) -> dict[str, Any]:
         "Return the report for JSON."
@@ -116,7 +108,7 @@ def _structure(f: h5py.File, columns: Columns, attributes: Mapping[str, Any]) ->
     yield from consistency.attribute_problems(attributes, spec, n)
     yield from consistency.scale_problems(columns, spec)
     yield from consistency.accounting_problems(columns)
-    for code in set(columns["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}:
+    for code in set(columns["rejected/code"][:].tolist()) - {c.encode() for c in errors.REJECT_CODES}:
         yield f"the reject code {code!r} is unknown"
     labels = json.loads(attributes["labels_json"])
     ids = columns[schema.LABELS][:]
@@ -245,7 +237,7 @@ def _find_source(
     "Return the recording of a row, None if they cannot be compared; report wrong columns of the row."
     try:
         source = sources.get(facts["path"])
-    except RecordingError as e:
+    except errors.RecordingError as e:
         report._note_moved(f"{name}: the recording cannot be read now: {e}")
         return None
     if source.digest != facts["digest"]:
@@ -260,7 +252,7 @@ def _find_source(
         if column == "status" and not _FAULTS & {*found.split(b"+")}:  # an earlier version did not note them
             right = b"+".join(word for word in right.split(b"+") if word not in _FAULTS) or b"ok"
         if found != right and not (right != right and found != found):  # NaN is NaN
-            shown = [show_path(v) if isinstance(v, bytes) else f"{v:.6g}" for v in (found, right)]
+            shown = [errors.show_path(v) if isinstance(v, bytes) else f"{v:.6g}" for v in (found, right)]
             report.problems.append(f"{name}: {column} is {shown[0]}, but the recording has {shown[1]}")
     return source
 
@@ -311,7 +303,7 @@ def _compare_rows(
             some = list[_Checked]()
             with sources.at_hand(paths[start : start + step]):
                 for i, row in enumerate(picked[start : start + step].tolist(), start):
-                    name = f"row {row} ({show_path(paths[i])})"
+                    name = f"row {row} ({errors.show_path(paths[i])})"
                     facts, from_name = ({n: x[i] for n, x in table.items()} for table in (columns, names))
                     if (source := _find_source(name, facts, from_name, sources, report)) is not None:
                         some.append((row, name, source))
@@ -333,7 +325,7 @@ def check_sample(sample: int | None) -> None:
     is_number = isinstance(sample, (int, np.integer)) and not isinstance(sample, bool)
     if sample is not None and not (is_number and sample >= 0):
         what = "the number of rows to recompute must be 0 or more, or None for all rows"
-        raise UsageError(what, code="usage", found=repr(sample))
+        raise errors.UsageError(what, code="usage", found=repr(sample))
 
 
 def _recordings_folder(
@@ -349,12 +341,9 @@ def _recordings_folder(
     there = (os.path.lexists(os.path.join(folder, p)) for p in paths)
     if isinstance(top, StorePath) or not len(paths) or any(there):
         return folder
-    raise DataError(
-        f"the folder contains none of the {len(paths):,} recordings, for example {show_path(paths[0])}: "
-        "give the data folder that the data set was built from",
-        code="no-recordings",
-        path=folder,
-    )
+    lacking = f"none of the {len(paths):,} recordings, for example {errors.show_path(paths[0])}"
+    what = f"the folder contains {lacking}: give the data folder that the data set was built from"
+    raise errors.DataError(what, code="no-recordings", path=folder)
 
 
 def _check_origin(
@@ -379,13 +368,13 @@ def _check_origin(
         if naming.source != "table":
             origin = "folders" if naming.labels_by_folder else "a pattern"
             what = f"the labels of this data set come from {origin}: omit the table"
-            raise UsageError(what, code="table-not-used", path=f.filename)
+            raise errors.UsageError(what, code="table-not-used", path=f.filename)
         report.problems += consistency.table_mismatches(f, labels, table)
     if root is None or report.problems:
         return
     try:
         folder = _recordings_folder(root, f.attrs["split"], naming, paths)
-    except DataError as e:
+    except errors.DataError as e:
         report._note_moved(f"the data folder cannot be used; the data set was not compared: {e}")
         report.labels_compared = False
         return
@@ -448,14 +437,14 @@ def check_data_set(
                 _check_origin(
                     f, found, report, root, sample, accounting, edges, names, sources, is_changed, progress
                 )
-    except (MachineError, MemoryError):
+    except (errors.MachineError, MemoryError):
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
         if getattr(e, "code", "") == "table-not-used":
             raise
         if (fault := schema.machine_fault(e, path)) is not e:
             raise fault from e
-        reason = e if isinstance(e, LeakmelError) else f"{type(e).__name__}: {e}"
+        reason = e if isinstance(e, errors.LeakmelError) else f"{type(e).__name__}: {e}"
         report.problems.append(f"the file cannot be read as a data set: {reason}")
     return report
 
@@ -474,6 +463,6 @@ def verify(
         return check_data_set(
             path, root=root, sample=sample, accounting=accounting, table=table, columns=columns
         )
-    except (MachineError, MemoryError) as e:
+    except (errors.MachineError, MemoryError) as e:
         why = f"the check could not be completed: {e}"
         return VerifyReport(os.fspath(path), labels_compared=False, problems=[why])

@@ -23,15 +23,7 @@ from leakmel.audio.problems import Columns
 from leakmel.audio.listing import part_range
 from leakmel.audio.manifest import Manifest
 from leakmel.audio.wav import digest_of
-from leakmel.core.errors import (
-    DataError,
-    LeakmelError,
-    MachineError,
-    OutputError,
-    UsageError,
-    VerifyError,
-    show_path,
-)
+from leakmel.core import errors
 from leakmel.core.files import delayed_signals, require_space, write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
@@ -118,12 +110,14 @@ class BuildRequest:
         for value, kind in ((self.config, PipelineConfig), (ready, Preloaded | None)):
             if not isinstance(value, kind):
                 what, right = "pipeline or preloaded has the wrong type", getattr(kind, "__name__", str(kind))
-                raise UsageError(what, code="wrong-type", found=repr(value), expected=right)
+                raise errors.UsageError(what, code="wrong-type", found=repr(value), expected=right)
         if mode not in MODES:
             known = " or ".join(MODES)
-            raise UsageError("the mode is unknown", code="unknown-mode", found=repr(mode), expected=known)
+            raise errors.UsageError(
+                "the mode is unknown", code="unknown-mode", found=repr(mode), expected=known
+            )
         if ready is not None and mode not in ("auto", ready.choice.used, ready.choice.asked):
-            raise UsageError(
+            raise errors.UsageError(
                 "the requested mode differs from the mode of the preloaded recordings",
                 code="mode-conflict",
                 found=f"mode={mode!r}",
@@ -236,7 +230,7 @@ class Job:
         mine = slice(slot.first, slot.first + slot.n)  # candidates, each of which belongs to one thread
         if self.matched[mine].any():  # rows that were read back must not change any more
             what = "a batch would replace rows of another one"
-            raise VerifyError(what, code="wrong-rows", path=self.file.target)
+            raise errors.VerifyError(what, code="wrong-rows", path=self.file.target)
         n_bytes = self.file.write(slot.first, slot.mels[: slot.n])
         if self.waveform_digests is not None:
             n_bytes += store_waveforms(slot, self.spec, self.file, self.waveform_digests)
@@ -295,7 +289,7 @@ class Job:
             if (
                 keep and not self.file.is_packed
             ):  # without an open journal (a data set is checked, or there is no room) all is entered
-                with suppress(OSError, LeakmelError):
+                with suppress(OSError, errors.LeakmelError):
                     journal.enter(self.entry)
                 n_kept = journal.n_entered
             with suppress(OSError):
@@ -370,9 +364,9 @@ def may_resume(
     error: BaseException,  # that ended a build
 ) -> bool:
     "Return whether a later build may reuse the rows: the error was not caused by rows or engine."
-    if isinstance(error, DataError) and error.code in _CHANGED_OUTSIDE:
+    if isinstance(error, errors.DataError) and error.code in _CHANGED_OUTSIDE:
         return True  # the journal knows which recordings are still the same
-    others = MachineError | OutputError | MemoryError | loader.BadFilesError
+    others = errors.MachineError | errors.OutputError | MemoryError | loader.BadFilesError
     return not isinstance(error, Exception) or isinstance(error, others)
 
 # %% ../../../nbs/dataset/run/job.ipynb #9711799e
@@ -397,7 +391,7 @@ def _restore_places(
         runs = schema.consecutive_runs(numbers, places, most=max(1, _READ_TOGETHER // n_bytes))
         for run in reversed([*runs]):  # no item is written over another one
             items = np.empty((run.stop - run.start, n_bytes), np.uint8)
-            with suppress(VerifyError):  # the file was cut: the digests differ
+            with suppress(errors.VerifyError):  # the file was cut: the digests differ
                 read_at(file.fd, items, begin + run.start * n_bytes)
             fine = digests_of(items) == known[name][run]
             for number, item in zip(numbers[run][fine].tolist(), items[fine]):
@@ -498,7 +492,7 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
         moved.n_files = job.report.checked
     if not job.report.ok:
         found = "; ".join(job.report.problems[:3])
-        log.warning("%s failed verification and is rebuilt: %s", show_path(path), found)
+        log.warning("%s failed verification and is rebuilt: %s", errors.show_path(path), found)
         return None
     job.published_s = run.timeline.now_s()
     job.changes = existing.changes
@@ -524,7 +518,7 @@ def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputErro
         journal = Journal(journal_path(path), identity, every_bytes=config.journal_bytes, sync=config.fsync)
         if why := journal.past.refusal:
             text = "%s: cannot resume the interrupted build, so all rows are computed again: %s"
-            log.warning(text, show_path(path), why)
+            log.warning(text, errors.show_path(path), why)
     job = _new_job(run, target, "resume" if journal is not None and journal.past.entries else "new")
     job.journal, job.folders = journal, folders
     return job
@@ -600,7 +594,7 @@ def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises Da
             own = job.listing.part(number, parts.n_parts)
             found = open_existing(path, own, *settings, was_listed=is_new)
             if found is None:
-                raise DataError(
+                raise errors.DataError(
                     "the data set of a part is damaged, or was built with other settings or by another release",
                     code="part-unusable",
                     path=path,
@@ -623,7 +617,7 @@ def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises Da
     left, now = left[now["size"] >= 0], now[now["size"] >= 0]
     job.listing.sizes[left], job.listing.mtimes_ns[left] = now["size"], now["mtime_ns"]
     if lost:
-        raise DataError(
+        raise errors.DataError(
             "rows of parts that were joined before are lost: another build used the file of this data set, or the rows were wrong",
             code="part-unusable",
             path=job.file.partial,
@@ -671,7 +665,7 @@ def open_jobs(
         yield jobs
     except BaseException as e:
         # parts whose rows were moved are gone: their rows are kept unless they are wrong
-        keep = may_resume(e) or (parts is not None and not isinstance(e, VerifyError))
+        keep = may_resume(e) or (parts is not None and not isinstance(e, errors.VerifyError))
         with delayed_signals():
             n_kept = sum(job.close(keep=keep) for job in jobs)
         if n_kept:

@@ -25,15 +25,7 @@ from leakmel.audio.naming import split_name
 from leakmel.audio.tables import require_same_table
 from leakmel.audio.wav import digest_of
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from leakmel.core.errors import (
-    DataError,
-    EngineError,
-    LeakmelError,
-    SpecError,
-    UsageError,
-    VerifyError,
-    show_path,
-)
+from leakmel.core import errors
 from leakmel.core.files import read_own_json, sealed_json, write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
@@ -76,7 +68,7 @@ def parse_part(
         if 1 <= number <= n_parts < _MAX_PARTS:
             return number, n_parts
     what, right = "the number of the part is not valid", "I/N with I from 1 to N, for example 3/16"
-    raise UsageError(what, code="invalid-part", found=repr(part), expected=right)
+    raise errors.UsageError(what, code="invalid-part", found=repr(part), expected=right)
 
 
 def finished_parts(folder: Path, n_parts: int) -> dict[int, Path]:
@@ -116,7 +108,7 @@ def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none;
     try:
         st = os.lstat(folder)
         if not stat.S_ISDIR(st.st_mode) or st.st_uid not in (os.geteuid(), 0):
-            raise DataError(
+            raise errors.DataError(
                 "the folder of the parts is a link, no folder, or belongs to another user",
                 code="plan-invalid",
                 path=folder,
@@ -131,7 +123,7 @@ def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none;
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise DataError(
+    raise errors.DataError(
         "the plan of the parts is damaged, or of another release",
         code="plan-invalid",
         path=folder / PLAN_NAME,
@@ -142,7 +134,7 @@ def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none;
 def _recordings(whole: Manifest) -> dict[str, Any]:  # of one split
     "Return what a plan holds of the listing."
     (listing,) = whole.listings
-    labels = [[*map(show_path, whole.label_names)], digest_of(listing.label_ids)]
+    labels = [[*map(errors.show_path, whole.label_names)], digest_of(listing.label_ids)]
     return {"recordings": recordings_digest(listing, listing.sizes, listing.mtimes_ns), "labels": labels}
 
 
@@ -190,7 +182,7 @@ def _agree(folder: Path, plan: dict[str, Any]) -> None:  # raises DataError, Out
     "Store the plan, or compare it with the stored one."
     _write_once(folder / PLAN_NAME, lambda new: new.write_bytes(sealed_json(plan)))
     if differ := _differences(_read_plan(folder) or {}, plan):
-        raise DataError(
+        raise errors.DataError(
             "this process would build other rows than those that built the parts before",
             code="other-plan",
             path=folder,
@@ -267,7 +259,7 @@ def run_part(
 
     def check_engine(engine: Engine) -> None:
         if n_together and engine.device != "cpu" and engine.n_lanes > 1:
-            raise EngineError(
+            raise errors.EngineError(
                 "a process of a cluster sees several GPUs",
                 code="several-devices",
                 found=f"{engine.n_lanes} devices",
@@ -330,7 +322,9 @@ def build_part(
             stored.unlink(missing_ok=True)
     if manifest is None and labels is None and stored.is_file():
         manifest = Manifest.load(stored)
-        log.info("%s: %s recordings, as listed for these parts", show_path(target), f"{len(manifest):,}")
+        log.info(
+            "%s: %s recordings, as listed for these parts", errors.show_path(target), f"{len(manifest):,}"
+        )
     _, _, manifest = list_for_build(request, split, manifest, labels)
     listing = listing_of_split(manifest, split, root)
     with checked_inputs(manifest, [Target(listing, target)], spec) as decision:
@@ -354,7 +348,7 @@ class AbsentEngine(Engine):
 
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Raise EngineError."
-        raise EngineError(
+        raise errors.EngineError(
             "some recordings have to be read again, and this machine cannot compute their rows",
             code="engine-missing",
             found=self.why,
@@ -378,7 +372,7 @@ def _engine_of(identity: str, spec: MelSpec, config: PipelineConfig) -> Engine:
     "Open the engine that computed the parts; without it only rows of parts can be joined."
     try:
         engine = open_engine(identity.partition("@")[0], spec, device=config.device)
-    except EngineError as e:
+    except errors.EngineError as e:
         return AbsentEngine(spec, identity, str(e))
     if engine.identity == identity:
         return engine
@@ -402,12 +396,14 @@ def join(
         if not folder.exists() and (made := earlier_result(target)) is not None:
             return made
         remedy = "build them first: leakmel build ROOT --out FILE --part I/N"
-        raise DataError("there are no parts of this data set", code="no-parts", path=folder, remedy=remedy)
+        raise errors.DataError(
+            "there are no parts of this data set", code="no-parts", path=folder, remedy=remedy
+        )
     n_parts = plan["n_parts"]
     parts = finished_parts(folder, n_parts)
     if missing := sorted(set(range(1, n_parts + 1)) - parts.keys()):
         shown = ", ".join(f"{k}/{n_parts}" for k in missing[:5]) + (" ..." if len(missing) > 5 else "")
-        raise DataError(
+        raise errors.DataError(
             "some parts are missing",
             code="parts-missing",
             path=folder,
@@ -424,16 +420,14 @@ def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> Non
 
     others = {"leakmel_version": __version__, "decoders": decoders()}
     if any(plan.get(name) != here for name, here in others.items()):
-        raise DataError(
+        raise errors.DataError(
             "the parts were built by another release of leakmel or of its decoders",
             code="other-plan",
             path=folder,
             found="; ".join(f"{n}: {plan.get(n)}, here {here}" for n, here in others.items()),
             remedy="join with the installation that built the parts",
         )
-    remedy = (
-        f"restore the table; or, to use the new one, remove {show_path(folder)} and build all parts again"
-    )
+    remedy = f"restore the table, or remove {errors.show_path(folder)} and build all parts again"
     require_same_table(manifest.table_path, plan["table"], remedy)
 
 
@@ -462,8 +456,8 @@ def _join_files(
         if _recordings(manifest) != {name: plan[name] for name in ("recordings", "labels")}:
             raise ValueError("the listing is not that of the plan")
         listing = listing if is_current else _with_current_objects(listing)
-    except (KeyError, TypeError, ValueError, SpecError) as e:
-        raise DataError(
+    except (KeyError, TypeError, ValueError, errors.SpecError) as e:
+        raise errors.DataError(
             "the plan of the parts is damaged",
             code="plan-invalid",
             path=folder / PLAN_NAME,
@@ -477,7 +471,7 @@ def _join_files(
     parts = Parts(n_parts, iter(files), keep_parts)
     try:
         (made,) = build_targets(request, manifest, [Target(listing, target)], timeline, listed_s, parts=parts)
-    except VerifyError as e:
+    except errors.VerifyError as e:
         if e.code == "wrong-rows" and not keep_parts:  # all parts were moved, and their rows are removed
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -496,7 +490,7 @@ def _can_be_updated(target: Path, listing: Listing, spec: MelSpec) -> bool:
     state = read_state(target)
     if state is None or 2 * len(state[1]) < len(listing):
         return False
-    with suppress(VerifyError, OSError, KeyError), open_file(target) as f:
+    with suppress(errors.VerifyError, OSError, KeyError), open_file(target) as f:
         return bool(f.attrs["fingerprint"] == spec.fingerprint(str(f.attrs["engine"])))
     return False
 
@@ -508,11 +502,13 @@ def _start_parts(
     folder = parts_folder(target)
     stored: dict[str, Any] = {}
     differ = ""
-    with suppress(DataError):
+    with suppress(errors.DataError):
         stored = {} if request.fresh else _read_plan(folder) or {}
     plan = plan_parts(whole, stored.get("n_parts", n_wanted), spec, request)
     if stored and (differ := _differences(stored, plan)):
-        log.warning("%s: the parts of an interrupted build are not used: %s", show_path(target), differ)
+        log.warning(
+            "%s: the parts of an interrupted build are not used: %s", errors.show_path(target), differ
+        )
     if differ or not stored:  # a listing without a plan may be an old one
         shutil.rmtree(folder, ignore_errors=True)
         plan["n_parts"] = n_wanted
@@ -547,7 +543,7 @@ def build_on_cluster(
 ) -> list[BuildResult]:  # raises LeakmelError
     "Build the parts of data sets on a cluster, and join them on this machine."
     if request.mode not in ("auto", "stream") or request.preloaded is not None:
-        raise UsageError(
+        raise errors.UsageError(
             "the processes of a cluster read each recording once: mode and preloaded cannot be given together with cluster",
             code="conflicting-parameters",
             found=f"mode={request.mode!r}",
@@ -644,7 +640,7 @@ def _run(
         return made
     try:
         return [replace(x, summary=x.summary | {"uploaded": upload_file(x.path, store)}) for x in made]
-    except LeakmelError as e:
+    except errors.LeakmelError as e:
         e.add_note("the data sets are complete on this machine: run the same command again to upload them")
         raise
 
@@ -747,7 +743,9 @@ def find_data(
         folder = user_path(named)
         if not folder.is_dir():
             remedy = "correct or unset the environment variable LEAKMEL_DATA"
-            raise DataError("there is no such folder", code="no-such-folder", path=folder, remedy=remedy)
+            raise errors.DataError(
+                "there is no such folder", code="no-such-folder", path=folder, remedy=remedy
+            )
         return folder, "from the environment variable LEAKMEL_DATA"
     demo, hint = runs_folder() / "demo", "for your own recordings, set data_root or LEAKMEL_DATA"
     if demo.is_dir():

@@ -56,10 +56,8 @@ def reused_rows_sentence(
     return "; ".join(parts)
 
 
-def rate_text(
-    summary: dict[str, Any],  # of a split or a run
-) -> str:
-    "Describe the rate of a build, in recordings and in short segments."
+def rate_text(summary: dict[str, Any]) -> str:
+    "Describe the rate of a build of a split or a run, in recordings and in short segments."
     return f"{summary['files_per_s']:,.0f} files/s ({summary['segments_per_s']:,.0f} segments/s) end to end"
 
 
@@ -230,7 +228,7 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
         (now,) = stamps_of(job.listing, np.array([k]))
         return (now["size"], now["mtime_ns"]) != (job.listing.sizes[k], job.listing.mtimes_ns[k])
 
-    manifest, again = run.manifest, "build again; with --fresh if this happens again"
+    manifest = run.manifest
     if manifest.names is None:
         require_same_table(manifest.table_path, manifest.table_digest)
     unread = ~job.matched[job.good]
@@ -259,14 +257,16 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
         return report
     found = "; ".join(report.problems[:3])
     if len(report.moved) == len(report.problems):
+        what, remedy = "recordings were changed or removed", "build again; with --fresh if this happens again"
+        if job.n_parts:
+            command = f"leakmel build --join {quote(show_path(job.file.target))}"
+            remedy = f"{command} reads them again, and keeps the other rows"
         raise DataError(
-            "recordings were changed or removed during the build, so nothing was published",
+            f"{what} during the build, so nothing was published",
             code="recordings-changed",
             path=job.listing.folder,
             found=found,
-            remedy=f"leakmel build --join {quote(show_path(job.file.target))} reads them again, and keeps the other rows"
-            if job.n_parts
-            else again,
+            remedy=remedy,
         )
     how = "all parts again" if job.n_parts else "again with fresh=True (--fresh)"
     raise VerifyError(
@@ -278,7 +278,7 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
     )
 
 
-_CHECKED_OF_PART = 8  # rows of a part that are recomputed on average, because each part may have been built by another machine
+_CHECKED_OF_PART = 8  # rows of a part that are recomputed on average: another machine may have built it
 
 
 def _n_checked(run: BuildContext, job: Job) -> int | None:
@@ -287,12 +287,8 @@ def _n_checked(run: BuildContext, job: Job) -> int | None:
     return max(wanted, _CHECKED_OF_PART * job.n_parts) if wanted else wanted
 
 
-def _edges(
-    run: BuildContext,
-    job: Job,
-    rows: np.ndarray,  # candidates that are rows
-) -> list[int]:
-    "Return the first row of the first batches and of each part, and the row before it."
+def _edges(run: BuildContext, job: Job, rows: np.ndarray) -> list[int]:
+    "Return the first row of the first batches and of each part, and the row before it; of candidates `rows`."
     starts = [k * run.workers.files_per_batch for k in (1, 2, 3)]
     starts += [part_range(len(job.listing), k, job.n_parts)[0] for k in range(2, job.n_parts + 1)]
     return [int(row) + d for row in np.searchsorted(rows, starts) for d in (-1, 0)]
@@ -476,10 +472,8 @@ def result_of(
     )
 
 
-def earlier_result(
-    target: Path,
-) -> BuildResult | None:  # None: no data set with its report; raises VerifyError
-    "Check a published data set without its recordings, and return the result that its report describes."
+def earlier_result(target: Path) -> BuildResult | None:
+    "Check a data set without recordings; return the result that its report describes. Raises VerifyError."
     timeline_path, report_path = report_paths(target)
     timeline = Timeline()
     try:

@@ -28,8 +28,7 @@ from leakmel.core.progress import Progress
 from leakmel.core.threads import ThreadGroup, machine_error, run_threads
 from leakmel.core.timeline import Span, SpanCounts, Timeline
 from leakmel.dataset.check.verify import check_sample
-from leakmel.dataset.run.config import plan_workers
-from leakmel.dataset.run.config import open_chosen
+from leakmel.dataset.run.config import open_chosen, plan_workers
 from leakmel.dataset.run.inputs import Target, checked_inputs, list_recordings
 from leakmel.dataset.run.job import BuildContext, BuildRequest, Job, Parts, open_jobs
 from leakmel.dataset.run.modes import Preloaded, prepare, with_spec_rules
