@@ -121,7 +121,7 @@ def test_the_probe_is_short_and_looks_at_a_few_files_of_all_splits(
     looked: list[bytes] = []
     monkeypatch.setattr(loader, "_is_cached", lambda path, size: looked.append(path))
     monkeypatch.setattr(loader, "PROBES", 16)
-    assert plan_read_ahead([reader_of(data), reader_of(data, "validation")], None) is None
+    assert not plan_read_ahead([reader_of(data), reader_of(data, "validation")], None).readers
     assert len(looked) == len(set(looked)) == 16
     splits = [path.split(b"/")[-3] for path in looked]
     assert (splits.count(b"TRAINING"), splits.count(b"VALIDATION")) == (12, 4), "by their sizes"
@@ -132,7 +132,7 @@ def test_probe_ignores_missing_and_locked_files(data: Path) -> None:
     for path in waves(data / "TRAINING"):
         path.unlink()
     assert cold_share(reader.listing, reader.cache_use) is None
-    assert plan_read_ahead([reader], None) is None
+    assert not plan_read_ahead([reader], None).readers
 
 
 def test_signal_during_the_probe_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from leakmel.audio.problems import read_content
 from leakmel.audio.wav import MACHINE_FAULTS, MAX_READ_FAILURES
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
+from leakmel.dataset.file import schema
 from leakmel.dataset.run import job
 from leakmel.dataset.source import loader
 from leakmel.dataset.source.loader import MOST_LISTED, BadFilesError
@@ -566,7 +567,7 @@ def test_columns_of_names_are_those_of_the_rows_alone(tmp_path, monkeypatch, mak
         path = tmp_path / "data" / "LEAK" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
-    n_subsets, subset, parse = 0, job.rows_of_names, job.Job.parse_names
+    n_subsets, subset, parse = 0, schema.rows_of_names, job.Job.parse_names
 
     def make_metadata(this: Any, run: Any, make: Any = job.job_metadata) -> Any:
         parse(this)
@@ -578,7 +579,7 @@ def test_columns_of_names_are_those_of_the_rows_alone(tmp_path, monkeypatch, mak
         return subset(*args)
 
     monkeypatch.setattr(job.Job, "parse_names", lambda this: None)
-    monkeypatch.setattr(job, "rows_of_names", counted)
+    monkeypatch.setattr(schema, "rows_of_names", counted)
     if in_body:
         monkeypatch.setattr("leakmel.dataset.run.publish.job_metadata", make_metadata)
     result = build(tmp_path / "data", tmp_path / "x.h5")

@@ -22,13 +22,13 @@ OPEN_OR_VERIFY = """
 import h5py
 import leakmel as lm
 from leakmel.core.errors import LeakmelError
-from leakmel.dataset.check import consistency, verify
+from leakmel.dataset.file import schema
 path, how, reads = {path!r}, {how!r}, []
 real = h5py.Dataset.__getitem__, h5py.Dataset.read_direct
 h5py.Dataset.__getitem__ = lambda self, *a, **k: (reads.append(self.name), real[0](self, *a, **k))[1]
 h5py.Dataset.read_direct = lambda self, *a, **k: (reads.append(self.name), real[1](self, *a, **k))[1]
-read_column = verify.read_column
-consistency.read_column = verify.read_column = lambda x: (reads.append(getattr(x, "name", "")), read_column(x))[1]
+read_column = schema.read_column
+schema.read_column = lambda x: (reads.append(getattr(x, "name", "")), read_column(x))[1]
 try:
     if how == "open": lm.open_dataset(path).close(); said = ""
     elif how == "legacy": lm.open_dataset(path, legacy=True).close(); said = ""

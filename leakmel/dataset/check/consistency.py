@@ -17,54 +17,29 @@ import numpy as np
 
 from leakmel.audio.conform import FIGURES, add_faults, check_range, import_soxr, quality_figures
 from leakmel.audio.labels import BEFORE_COLUMN, BY_COLUMN
-from leakmel.audio.listing import (
-    LONGEST_NAME,
-    LONGEST_PATH,
-    found_below,
-    is_inside,
-    is_recording_name,
-    is_system_folder,
-)
+from leakmel.audio import listing
 from leakmel.audio.naming import SPLITS, Naming
 from leakmel.audio.tables import NameTable, paths_below_root
 from leakmel.audio.wav import DIGEST_ALGORITHM, Recording, read_wav
 from leakmel.core.errors import RecordingError, show_path
 from leakmel.core.store import LocalCopies, absolute_folder, is_url, store_path
-from leakmel.dataset.file.schema import (
-    DIGEST_ATTRIBUTE,
-    EXTRA,
-    LABELS,
-    PARTS,
-    ROWS,
-    SCHEMA_VERSION,
-    Metadata,
-    Rejected,
-    create_compressed,
-    create_rows,
-    description,
-    extra_columns,
-    file_columns,
-    memory_file,
-    name_columns,
-    new_file,
-    read_column,
-    scales,
-    write_metadata,
-)
+from leakmel.dataset.file import schema
 from leakmel.mel.spec import Bounds, MelSpec, bounds_of, reference_features
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #7f2e7605
+Columns = Mapping[str, Any]  # by name: an array, or an HDF5 data set that is not read yet
+
+
 def _full_scale(samples: np.ndarray) -> np.ndarray:
     "Return samples as float64 with full scale 1."
     return samples.astype(np.float64) / (32_768 if samples.dtype == np.int16 else 1)
 
 
-def expected_row(
-    recording: Recording, spec: MelSpec
-) -> tuple[
-    np.ndarray, str
-]:  # [N] int16 or float32, status; raises RecordingError where the rules ask for a rejection, MachineError
-    "Return the samples of a row as the rules define them, computed independently of the builder."
+def expected_row(recording: Recording, spec: MelSpec) -> tuple[np.ndarray, str]:
+    """Return the samples of a row as the rules define them ([N] int16 or float32), and its status.
+
+    Computed independently of the builder. Raises MachineError; RecordingError where the rules reject.
+    """
     samples = recording.samples
     n, channels = samples.shape
     row = samples[:, 0]
@@ -101,17 +76,14 @@ class Source:
 
     digest: bytes
     facts: dict[str, Any]  # columns of the row, without those that are parsed from its name
-    samples: (
-        np.ndarray | None
-    )  # [N] int16 or float32; None if the rules reject the recording, or if the samples are no longer needed
+    # [N] int16 or float32; None if the rules reject the recording, or if the samples are no longer needed
+    samples: np.ndarray | None
     refused: str | None  # why the recording must be rejected
     bounds: Bounds | None = None  # range of correct features, once computed
 
 
-def read_source(
-    path: bytes, spec: MelSpec
-) -> Source:  # raises RecordingError where the file cannot be used, MachineError
-    "Read a recording and compute the expected content of its row."
+def read_source(path: bytes, spec: MelSpec) -> Source:
+    "Read a recording and compute the expected content of its row. Raises MachineError, RecordingError."
     recording = read_wav(path)
     try:
         x, status = expected_row(recording, spec)
@@ -119,15 +91,11 @@ def read_source(
     except RecordingError as e:
         return Source(recording.digest.encode(), {}, None, e.message)
     n, channels = recording.samples.shape
-    facts = {
-        "digest": recording.digest.encode(),
-        "status": status.encode(),
-        "encoding": recording.encoding.encode(),
-        "sample_rate": recording.sample_rate,
-        "n_samples": n,
-        "channels": channels,
-    } | dict(zip(FIGURES.names or (), quality_figures(recording.samples, recording.encoding)))
-    return Source(recording.digest.encode(), facts, x, None)
+    texts = {"digest": recording.digest, "status": status, "encoding": recording.encoding}
+    facts: dict[str, Any] = {name: text.encode() for name, text in texts.items()}
+    facts |= {"sample_rate": recording.sample_rate, "n_samples": n, "channels": channels}
+    facts |= zip(FIGURES.names or (), quality_figures(recording.samples, recording.encoding))
+    return Source(facts["digest"], facts, x, None)
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #85917070
 def expected_bounds(
@@ -213,9 +181,8 @@ class Sources:
         try:
             return read_source(full, self.spec)
         except RecordingError as e:  # named by its object, not by its copy
-            raise RecordingError(
-                e.reject_code, e.message, path=os.path.join(self.folder, path), remedy=e.remedy
-            ) from e
+            named = os.path.join(self.folder, path)
+            raise RecordingError(e.reject_code, e.message, path=named, remedy=e.remedy) from e
 
     def close(self) -> None:
         "Remove downloaded copies."
@@ -256,22 +223,18 @@ def label_mismatches(
         if not free[k] and (found.label is None or show_path(found.label) != labels[ids[k]]):
             mislabelled.append(array[k])
     source = "folder" if naming.labels_by_folder else "file name (pattern)"
-    yield from _sentences(
-        {
-            "rows belong to another split according to the pattern": of_other_split,
-            f"rows have a label that differs from their {source}": mislabelled,
-        }
-    )
+    yield from _sentences({"rows belong to another split according to the pattern": of_other_split})
+    yield from _sentences({f"rows have a label that differs from their {source}": mislabelled})
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #8e606a58
-_LABEL_COLUMNS_BY_PEOPLE = {f"{EXTRA}/{name}" for name in (BY_COLUMN, BEFORE_COLUMN)}
+_LABEL_COLUMNS_BY_PEOPLE = {f"{schema.EXTRA}/{name}" for name in (BY_COLUMN, BEFORE_COLUMN)}
 
 
 def labelled_by_people(file: h5py.File) -> np.ndarray | None:  # [B] bool; None: no row has such a label
     "Return the rows whose labels people gave."
-    if not _LABEL_COLUMNS_BY_PEOPLE.issubset(file_columns(file)):
+    if not _LABEL_COLUMNS_BY_PEOPLE.issubset(schema.file_columns(file)):
         return None
-    return read_column(file[f"files/{EXTRA}/{BY_COLUMN}"]) != b""
+    return schema.read_column(file[f"files/{schema.EXTRA}/{BY_COLUMN}"]) != b""
 
 
 def table_mismatches(file: h5py.File, labels: Sequence[str], table: NameTable) -> Iterator[str]:  # sentences
@@ -282,39 +245,35 @@ def table_mismatches(file: h5py.File, labels: Sequence[str], table: NameTable) -
     entry = {table.paths[i]: i for i in table.rows_of(file.attrs["split"])}
     rows = [k for k, p in enumerate(paths) if p in entry]
     places = [entry[paths[k]] for k in rows]
-    stored = [labels[k] for k in file[LABELS][:].tolist()]
+    stored = [labels[k] for k in file[schema.LABELS][:].tolist()]
     by_people = set[bytes]()
     if (people := labelled_by_people(file)) is not None:
-        earlier = read_column(file[f"files/{EXTRA}/{BEFORE_COLUMN}"]).tolist()
+        earlier = schema.read_column(file[f"files/{schema.EXTRA}/{BEFORE_COLUMN}"]).tolist()
         stored = [e.decode() if p else s for s, e, p in zip(stored, earlier, people.tolist())]
         by_people = {paths[k] for k in np.flatnonzero(people).tolist()}
     unlabelled = {p for p, i in entry.items() if not table.labels[i]} - by_people
     named = {p: code for p, code in lost.items() if p in entry}
+    unknown = [p for p in (*paths, *lost) if p not in entry]
+    missing = sorted(entry.keys() - {*paths} - lost.keys())
+    other = [paths[k] for k, i in zip(rows, places) if show_path(table.labels[i]) != stored[k]]
+    half = [p for p, code in named.items() if (code == b"no_label") != (p in unlabelled)]
+    if people is not None:  # people may have labelled a rejected file
+        half = [p for p in half if named[p] == b"no_label"]
+    dry = [p for p, code in named.items() if code == b"dry" and table.parts[entry[p]].gain != 1]
     yield from _sentences(
         {
-            "recordings of the data set are not in the table for this split": [
-                p for p in (*paths, *lost) if p not in entry
-            ],
-            "recordings of the table are neither rows nor rejected": sorted(
-                entry.keys() - {*paths} - lost.keys()
-            ),
-            "rows have a label that differs from the table": [
-                paths[k] for k, i in zip(rows, places) if show_path(table.labels[i]) != stored[k]
-            ],
-            "recordings have a label in only one of the data set and the table": [
-                p
-                for p, code in named.items()
-                if (code == b"no_label") != (p in unlabelled)
-                and (people is None or code == b"no_label")  # people may have labelled a rejected file
-            ],
-            "recordings were rejected as dry, but have another gain in the table": [
-                p for p, code in named.items() if code == b"dry" and table.parts[entry[p]].gain != 1
-            ],
+            "recordings of the data set are not in the table for this split": unknown,
+            "recordings of the table are neither rows nor rejected": missing,
+            "rows have a label that differs from the table": other,
+            "recordings have a label in only one of the data set and the table": half,
+            "recordings were rejected as dry, but have another gain in the table": dry,
         }
     )
-    right = name_columns([paths[k] for k in rows], [table.parts[i] for i in places])
-    extra = extra_columns({n: [texts[i] for i in places] for n, texts in table.extra.items()})
-    own = {n for n in file_columns(file) if n.startswith(f"{EXTRA}/")} - _LABEL_COLUMNS_BY_PEOPLE
+    right = schema.name_columns([paths[k] for k in rows], [table.parts[i] for i in places])
+    extra = schema.extra_columns({n: [texts[i] for i in places] for n, texts in table.extra.items()})
+    own = {
+        n for n in schema.file_columns(file) if n.startswith(f"{schema.EXTRA}/")
+    } - _LABEL_COLUMNS_BY_PEOPLE
     if others := own ^ extra.keys():
         yield f"only one of the data set and the table has the other columns {', '.join(sorted(others))}"
     for name, values in (right | extra).items():
@@ -333,51 +292,41 @@ def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
     known.update(file["files/path"][:].tolist())
     if is_remote := is_url(os.fsdecode(folder)):
         url = store_path(os.fsdecode(folder))
-        there = set(found_below(url, url, named=known)[0].paths)
+        there = set(listing.found_below(url, url, named=known)[0].paths)
     else:
         there = set[bytes]()
         for at, folders, names in os.walk(folder):  # not through links
-            folders[:] = [name for name in folders if not is_system_folder(os.fsdecode(name))]
-            there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if is_recording_name(n)}
+            folders[:] = [name for name in folders if not listing.is_system_folder(os.fsdecode(name))]
+            there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if listing.is_recording_name(n)}
     if naming.base == "root" and naming.source == "pattern":
         there = {p for p in there if naming.read(p).split == file.attrs["split"]}
-    gone = known - there
-    new = there - known
+    gone = sorted(known - there)
+    # beside a table, other recordings in the folder are of no interest
+    new = [] if is_table else sorted(there - known)
     if not is_remote:
-        gone = {p for p in gone if not os.path.isfile(os.path.join(folder, p))}
+        gone = [p for p in gone if not os.path.isfile(os.path.join(folder, p))]
         full = {os.path.join(folder, p): p for p in new}
-        new = {p for at, p in full.items() if os.path.isfile(at) and not os.path.islink(at)}
-    yield from _sentences(
-        {
-            "recordings of the data set no longer exist in the folder": sorted(gone),
-            # beside a table, other recordings in the folder are of no interest
-            "recordings in the folder are neither rows nor rejected": [] if is_table else sorted(new),
-        }
-    )
+        new = [p for at, p in full.items() if os.path.isfile(at) and not os.path.islink(at)]
+    yield from _sentences({"recordings of the data set no longer exist in the folder": gone})
+    yield from _sentences({"recordings in the folder are neither rows nor rejected": new})
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #a8970f23
-def path_problems(
-    columns: Mapping[str, np.ndarray],  # name -> paths
-) -> Iterator[str]:  # sentences
+def path_problems(columns: Mapping[str, np.ndarray]) -> Iterator[str]:
     "Yield invalid paths of rows and rejected files, and paths outside the data folder."
     for part, paths in columns.items():
         if paths.dtype.kind == "S" and paths.ndim == 1:  # nearly all are plain, and passed over at once
             lengths = np.strings.str_len(paths)
             strange = np.strings.startswith(paths, b"/") | (np.strings.find(paths, b"..") >= 0)
-            paths = paths[strange | (lengths == 0) | (lengths > LONGEST_NAME)]
+            paths = paths[strange | (lengths == 0) | (lengths > listing.LONGEST_NAME)]
         for path in paths.tolist():
             names = path.split(b"/") if isinstance(path, bytes) else [b".."]
-            too_long = len(path) > LONGEST_PATH or max(map(len, names)) > LONGEST_NAME
+            too_long = len(path) > listing.LONGEST_PATH or max(map(len, names)) > listing.LONGEST_NAME
             if too_long or names[0] == b"" or b".." in names:
                 yield f"{part}: {path[:60]!r}, {len(path):,} bytes, is not a valid path of a recording in the data folder"
                 break
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #65f5655d
-def attribute_problems(
-    attrs: Mapping[str, Any],  # of the root
-    spec: MelSpec,  # as stored
-    n_rows: int,
-) -> Iterator[str]:  # sentences
+def attribute_problems(attrs: Mapping[str, Any], spec: MelSpec, n_rows: int) -> Iterator[str]:
     "Yield root attributes that contradict each other or the schema."
     names = json.loads(attrs["labels_json"])
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
@@ -388,14 +337,14 @@ def attribute_problems(
     if attrs["split"] not in ("", *SPLITS):
         yield f"split is {attrs['split']!r:.80}, not one of {', '.join(SPLITS)}"
     right = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": schema.SCHEMA_VERSION,
         "digest_algorithm": DIGEST_ALGORITHM,
         "complete": True,
         "n_rows": n_rows,
         "fingerprint": spec.fingerprint(attrs["engine"]),  # of settings and engine
         "label2id_json": json.dumps({name: i for i, name in enumerate(names)}),
         "NX_class": "NXdata",
-        "signal": ROWS,
+        "signal": schema.ROWS,
         "axes": [".", "long_start_s", "short_start_s", "mel_hz", "."],
     }
     for name, wanted in right.items():
@@ -409,47 +358,40 @@ def attribute_problems(
 _ROUNDING = {"mel_hz": 1e-12}  # of a band centre, relative
 
 
-def scale_problems(
-    columns: Mapping[str, Any],  # name -> array or HDF5 data set
-    spec: MelSpec,
-) -> Iterator[str]:  # sentences
+def scale_problems(columns: Columns, spec: MelSpec) -> Iterator[str]:
     "Yield dimension scales of the rows that do not match the settings."
-    for name, right in scales(spec).items():
-        found = columns[name]
-        if (found.dtype, found.shape) != (right.dtype, right.shape) or not np.allclose(
-            found[()], right, _ROUNDING.get(name, 0.0), 0
-        ):
+    for name, right in schema.scales(spec).items():
+        found, rounding = columns[name], _ROUNDING.get(name, 0.0)
+        is_alike = (found.dtype, found.shape) == (right.dtype, right.shape)
+        if not is_alike or not np.allclose(found[()], right, rounding, 0):
             yield f"{name} does not match the settings of the data set"
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #e8a30006
 def structure_problems(
-    file: h5py.File,
-    spec: MelSpec,  # as stored
-    columns: Mapping[str, Any],  # name -> array or HDF5 data set, of all but rows and waveforms
-    attributes: Mapping[str, Any],  # of the root
-) -> Iterator[str]:  # sentences
+    file: h5py.File, spec: MelSpec, columns: Columns, attributes: Mapping[str, Any]
+) -> Iterator[str]:
     "Yield what no digest covers and a build would write in another way: attributes of axes, types, storage."
     row = {name: np.zeros(1, column.dtype) for name, column in columns.items()}
     lost = ["x" * row[f"rejected/{name}"].dtype.itemsize for name in ("path", "code", "message")]
-    meta = Metadata(
+    meta = schema.Metadata(
         spec,
         {name: v.tolist() if hasattr(v, "tolist") else v for name, v in attributes.items()},
-        row[LABELS],
+        row[schema.LABELS],
         {name.removeprefix("files/"): values for name, values in row.items() if name.startswith("files/")},
         row["digests/rows"],
-        (Rejected(lost[0].encode(), *lost[1:]),),
+        (schema.Rejected(lost[0].encode(), *lost[1:]),),
         row.get("digests/waveforms"),
     )
-    with memory_file() as memory, new_file(memory) as right:
-        for name in (part for part in PARTS if part in file):
-            create = create_rows if file[name].chunks is None else create_compressed
+    with schema.memory_file() as memory, schema.new_file(memory) as right:
+        for name in (part for part in schema.PARTS if part in file):
+            create = schema.create_rows if file[name].chunks is None else schema.create_compressed
             shape, dtype = (1, *file[name].shape[1:]), file[name].dtype
             create(right, shape=shape, dtype=dtype, name=name)
-        write_metadata(right, meta)
-        expected = dict(description(right))
-    found = dict(description(file))
+        schema.write_metadata(right, meta)
+        expected = dict(schema.description(right))
+    found = dict(schema.description(file))
     for what, value in expected.items():
-        if found.get(what) != value and what != f"attribute {DIGEST_ATTRIBUTE} of /":
+        if found.get(what) != value and what != f"attribute {schema.DIGEST_ATTRIBUTE} of /":
             yield f"the {what} is missing or differs from what a build writes"
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #baf09c38
@@ -478,7 +420,7 @@ def pick_rejected(
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f8206e8c
 def rejected_problems(
-    columns: Mapping[str, Any],  # name -> array or HDF5 data set
+    columns: Columns,
     spec: MelSpec,
     naming: Naming,
     labels: Sequence[str],
@@ -499,7 +441,7 @@ def rejected_problems(
         for k in picked:
             path, code = paths[k], codes[k].decode("ascii", "replace")
             file = files[path]
-            if not (copies.is_remote or is_inside(file, os.path.realpath(root))):
+            if not (copies.is_remote or listing.is_inside(file, os.path.realpath(root))):
                 continue  # a table may name such a file; it is not read
             if now := _rejected_now(file, path, code, spec, naming, labels, by_people):
                 sentence = f"{show_path(path)}: the file was rejected as {code}{now}"
@@ -509,15 +451,9 @@ def rejected_problems(
 
 
 def _rejected_now(
-    file: bytes,  # a local one
-    path: bytes,
-    code: str,  # of the rejection
-    spec: MelSpec,
-    naming: Naming,
-    labels: Sequence[str],
-    by_people: bool,
-) -> str:  # end of a sentence; empty: it must be rejected with this code
-    "Return what a build would do with a rejected file now."
+    file: bytes, path: bytes, code: str, spec: MelSpec, naming: Naming, labels: Sequence[str], by_people: bool
+) -> str:
+    "Return what a build would do with a rejected file now, the end of a sentence; empty: reject it so."
     if not os.path.lexists(file):
         return "" if code == "unreadable" else " and no longer exists"
     if naming.source == "table" and code in ("no_label", "dry"):
@@ -540,9 +476,7 @@ def _rejected_now(
     return f", but it now {now}: either the rejection was wrong, or the file was repaired later"
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f7b377ee
-def accounting_problems(
-    columns: Mapping[str, Any],  # name -> array or HDF5 data set
-) -> Iterator[str]:  # sentences
+def accounting_problems(columns: Columns) -> Iterator[str]:
     "Yield incomplete lists of rejected files, unsorted or repeated paths, and files that are both rows and rejected."
     counts = {name: columns[f"rejected/{name}"].shape for name in ("path", "code", "message")}
     if len(set(counts.values())) > 1 or len(counts["path"]) != 1:

@@ -9,7 +9,6 @@ __all__ = ['VerifyReport', 'verify']
 import json, os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -23,38 +22,13 @@ from leakmel.audio.conform import digests_in_file, digests_of
 from leakmel.audio.listing import existing_folder, split_folders
 from leakmel.audio.naming import Naming
 from leakmel.audio.tables import NameTable, read_table
-from leakmel.core.errors import (
-    REJECT_CODES,
-    DataError,
-    LeakmelError,
-    MachineError,
-    RecordingError,
-    UsageError,
-    show_path,
-)
+from leakmel.core import errors
 from leakmel.core.monitor import usable_cores
 from leakmel.core.store import StorePath
 from leakmel.dataset.check import consistency
-from leakmel.dataset.check.consistency import Source, Sources, expected_bounds
+from leakmel.dataset.check.consistency import Columns, Source, Sources, expected_bounds
 from leakmel.dataset.file.reader import read_rows
-from leakmel.dataset.file.schema import (
-    DIGEST_ATTRIBUTE,
-    FILE_COLUMNS,
-    HDF5_TURN,
-    LABELS,
-    PARTS,
-    ROWS,
-    WAVEFORMS,
-    consecutive_runs,
-    file_columns,
-    machine_fault,
-    metadata_digest,
-    name_columns,
-    open_file,
-    read_column,
-    stored_spec,
-    unsafe_parts,
-)
+from leakmel.dataset.file import schema
 from leakmel.mel.spec import MelSpec, compare_each
 
 # %% ../../../nbs/dataset/check/verify.ipynb #fae71a10
@@ -70,9 +44,8 @@ class VerifyReport:
     # False: they come from a table that was not given, or nothing could be compared
     labels_compared: bool = True
     problems: list[str] = field(default_factory=list)
-    moved: list[str] = field(
-        default_factory=list
-    )  # the problems caused by recordings that were removed or changed
+    # the problems caused by recordings that were removed or changed
+    moved: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -97,7 +70,7 @@ class VerifyReport:
         self.problems.append(problem)
 
     def __repr__(self) -> str:
-        return f"VerifyReport({show_path(Path(self.path).name)}: {self.verdict})"
+        return f"VerifyReport({errors.show_path(Path(self.path).name)}: {self.verdict})"
 
     def to_dict(self) -> dict[str, Any]:
         "Return the report for JSON."
@@ -105,7 +78,6 @@ class VerifyReport:
         return {name: getattr(self, name) for name in names}
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3010d0c5
-_Columns = Mapping[str, Any]  # by name: an array, or an HDF5 data set that is not read yet
 _BLOCK_BYTES = 2 << 20
 _COLUMN_BYTES = 64 << 20  # of columns that are kept in memory; others are read each time
 # up to these numbers, the start of threads takes longer than the work
@@ -115,41 +87,37 @@ _ROWS_PER_TASK = 16  # so that NumPy calls are long enough for other threads to 
 _SAMPLE_BYTES = 32 << 20  # of sources in memory, as float64
 
 
-def _structure(
-    f: h5py.File, spec: MelSpec, columns: _Columns, attributes: Mapping[str, Any]
-) -> Iterator[str]:
+def _structure(f: h5py.File, columns: Columns, attributes: Mapping[str, Any]) -> Iterator[str]:
     "Yield problems of names, shapes, types and counts."
-    n = len(f[ROWS])
-    right: dict[str, Any] = {ROWS: ("float16", (n, *spec.row_shape))}
-    if (WAVEFORMS in f) != ("digests/waveforms" in columns):
+    n, spec = len(f[schema.ROWS]), schema.stored_spec(f)
+    right: dict[str, Any] = {schema.ROWS: ("float16", (n, *spec.row_shape))}
+    if (schema.WAVEFORMS in f) != ("digests/waveforms" in columns):
         yield "the file has waveforms without digests, or digests without waveforms"
-    elif WAVEFORMS in f:
-        right[WAVEFORMS] = ("float32", (n, *spec.grid.shape[:2], spec.short_window))
+    elif schema.WAVEFORMS in f:
+        right[schema.WAVEFORMS] = ("float32", (n, *spec.grid.shape[:2], spec.short_window))
     for name, wanted in right.items():
         if (found := (str(f[name].dtype), f[name].shape)) != wanted:
             yield f"{name} is {found}, but its settings require {wanted}"
-    for name in (LABELS, *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in file_columns(f))):
+    for name in (
+        schema.LABELS,
+        *(f"digests/{d}" for d in f["digests"]),
+        *(f"files/{c}" for c in schema.file_columns(f)),
+    ):
         if (shape := columns[name].shape) != (n,):
             yield f"{name} has shape {shape}, but the data set has {n} rows"
     yield from consistency.attribute_problems(attributes, spec, n)
     yield from consistency.scale_problems(columns, spec)
     yield from consistency.accounting_problems(columns)
-    for code in set(columns["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}:
+    for code in set(columns["rejected/code"][:].tolist()) - {c.encode() for c in errors.REJECT_CODES}:
         yield f"the reject code {code!r} is unknown"
     labels = json.loads(attributes["labels_json"])
-    ids = columns[LABELS][:]
+    ids = columns[schema.LABELS][:]
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels):
         yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
     else:
-        naming = Naming.from_json(attributes["naming_json"])
-        yield from consistency.label_mismatches(
-            columns["files/path"][:],
-            ids,
-            labels,
-            naming,
-            attributes["split"],
-            consistency.labelled_by_people(f),
-        )
+        naming, people = Naming.from_json(attributes["naming_json"]), consistency.labelled_by_people(f)
+        paths, split = columns["files/path"][:], attributes["split"]
+        yield from consistency.label_mismatches(paths, ids, labels, naming, split, people)
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
 def _digest_reader(rows: h5py.Dataset) -> Callable[[int, int], tuple[np.ndarray, np.ndarray]]:
@@ -177,9 +145,9 @@ def _row_problems(
     "Check digests and finite values of rows in threads; yield the problems of each block."
     rows = f[name]
     n_rows = len(rows)
-    right = read_column(column)
+    right = schema.read_column(column)
     step = max(1, min(n_rows, _BLOCK_BYTES // max(1, rows.nbytes // max(1, n_rows))))
-    what = "the waveforms of " if name == WAVEFORMS else ""
+    what = "the waveforms of " if name == schema.WAVEFORMS else ""
     read = _digest_reader(rows)
 
     def check(some: slice) -> list[str]:
@@ -193,49 +161,51 @@ def _row_problems(
         return problems
 
     left = np.arange(n_rows) if unread is None else np.flatnonzero(unread)
-    runs = [slice(left[r.start], left[r.stop - 1] + 1) for r in consecutive_runs(left, most=step)]
+    runs = [slice(left[r.start], left[r.stop - 1] + 1) for r in schema.consecutive_runs(left, most=step)]
     return (pool.map if unread is None or len(runs) > _FEW_RUNS else map)(check, runs)
 
 
 def _read_metadata(f: h5py.File, report: VerifyReport) -> tuple[dict[str, Any], dict[str, Any]]:
     "Return columns and root attributes of a file; report what is unsafe to read, and if they do not match their digest."
     sets = dict[str, h5py.Dataset]()
-    report.problems += unsafe_parts(f, sets)
+    report.problems += schema.unsafe_parts(f, sets)
     if report.problems:
         return {}, {}
     h5py.h5o.visit(f.id, lambda path: None)  # raises where a damaged group cannot be listed by other programs
     attributes, columns, left = dict(f.attrs), dict[str, Any](), _COLUMN_BYTES
     for name, x in sets.items():
-        if name not in PARTS:
+        if name not in schema.PARTS:
             is_kept = x.ndim == 1 and not x.dtype.hasobject and x.dtype.subdtype is None and x.nbytes <= left
-            columns[name] = read_column(x) if is_kept else x
+            columns[name] = schema.read_column(x) if is_kept else x
             left -= x.nbytes if is_kept else 0
-    if attributes[DIGEST_ATTRIBUTE] != metadata_digest(f, columns, attributes):
+    if attributes[schema.DIGEST_ATTRIBUTE] != schema.metadata_digest(f, columns, attributes):
         report.problems.append("labels, columns or attributes do not match their digest")
     return columns, attributes
 
 
-def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | None) -> _Columns:
+def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | None) -> Columns:
     "Check a file without its recordings; compare all rows or those of `unread` with their digests."
-    with HDF5_TURN:
+    with schema.HDF5_TURN:
         columns, attributes = _read_metadata(f, report)
     if report.problems:
         return {}
-    paths = {name: read_column(columns[name]) for name in ("files/path", "rejected/path")}
+    paths = {name: schema.read_column(columns[name]) for name in ("files/path", "rejected/path")}
     columns |= paths  # several checks need them
     report.problems += consistency.path_problems(paths)  # before they are parsed
     if report.problems:
         return columns
-    report.n_rows = len(f[ROWS])
+    report.n_rows = len(f[schema.ROWS])
     pool, blocks = ThreadPoolExecutor(usable_cores()), list[Iterator[list[str]]]()
     try:
-        for name, digests in ((ROWS, "digests/rows"), (WAVEFORMS, "digests/waveforms")):
+        for name, digests in ((schema.ROWS, "digests/rows"), (schema.WAVEFORMS, "digests/waveforms")):
             if name in f and digests in columns:
                 blocks.append(_row_problems(pool, f, name, columns[digests], unread))
-        report.problems += _structure(f, stored_spec(f), columns, attributes)
+        report.problems += _structure(f, columns, attributes)
         if not report.problems:
-            with HDF5_TURN:
-                report.problems += consistency.structure_problems(f, stored_spec(f), columns, attributes)
+            with schema.HDF5_TURN:
+                report.problems += consistency.structure_problems(
+                    f, schema.stored_spec(f), columns, attributes
+                )
         report.problems += chain.from_iterable(chain.from_iterable(blocks))
     finally:
         pool.shutdown(cancel_futures=True)
@@ -267,23 +237,22 @@ def _find_source(
     "Return the recording of a row, None if they cannot be compared; report wrong columns of the row."
     try:
         source = sources.get(facts["path"])
-    except RecordingError as e:
+    except errors.RecordingError as e:
         report._note_moved(f"{name}: the recording cannot be read now: {e}")
         return None
     if source.digest != facts["digest"]:
         report._note_moved(f"{name}: the recording has changed since the row was computed (digest)")
         return None
     if source.refused is not None:
-        report.problems.append(
-            f"{name}: the settings require that the recording is rejected: {source.refused}"
-        )
+        what = f"{name}: the settings require that the recording is rejected: {source.refused}"
+        report.problems.append(what)
         return None
     for column, right in (source.facts | from_name).items():
         found = facts[column]
         if column == "status" and not _FAULTS & {*found.split(b"+")}:  # an earlier version did not note them
             right = b"+".join(word for word in right.split(b"+") if word not in _FAULTS) or b"ok"
         if found != right and not (right != right and found != found):  # NaN is NaN
-            shown = [show_path(v) if isinstance(v, bytes) else f"{v:.6g}" for v in (found, right)]
+            shown = [errors.show_path(v) if isinstance(v, bytes) else f"{v:.6g}" for v in (found, right)]
             report.problems.append(f"{name}: {column} is {shown[0]}, but the recording has {shown[1]}")
     return source
 
@@ -297,7 +266,7 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Itera
         is_whole = x.dtype == np.int16
         right = x[starts[..., None] + np.arange(spec.short_window)]  # [L, S, short_window]
         right = right.astype(np.float32) / np.float32(32_768 if is_whole else 1)
-        if n := int((~(np.abs(f[WAVEFORMS][row] - right) <= (0 if is_whole else 1e-6))).sum()):
+        if n := int((~(np.abs(f[schema.WAVEFORMS][row] - right) <= (0 if is_whole else 1e-6))).sum()):
             yield f"{name}: the waveforms differ from the recording in {n} of {right.size} values"
 
 
@@ -316,35 +285,35 @@ def _compare_rows(
     f: h5py.File,
     naming: Naming,
     sources: Sources,
-    every: _Columns,
+    every: Columns,
     picked: np.ndarray,
     progress: Callable[[int, int], None],
     report: VerifyReport,
 ) -> None:
     "Compare the chosen rows with their recordings, in one thread per core."
     spec = sources.spec
-    columns = {name: read_column(every[f"files/{name}"])[picked] for name in FILE_COLUMNS}
+    columns = {name: schema.read_column(every[f"files/{name}"])[picked] for name in schema.FILE_COLUMNS}
     paths = columns["path"].tolist()
     names = {}
     if naming.source != "table":
-        names = name_columns(paths, [naming.read(path).parts for path in paths])
+        names = schema.name_columns(paths, [naming.read(path).parts for path in paths])
     step = int(np.clip(_SAMPLE_BYTES // (8 * spec.n_samples), usable_cores(), 64))
     with ThreadPoolExecutor(usable_cores()) as pool:
         for start in range(0, len(picked), step):
             some = list[_Checked]()
             with sources.at_hand(paths[start : start + step]):
                 for i, row in enumerate(picked[start : start + step].tolist(), start):
-                    name = f"row {row} ({show_path(paths[i])})"
+                    name = f"row {row} ({errors.show_path(paths[i])})"
                     facts, from_name = ({n: x[i] for n, x in table.items()} for table in (columns, names))
                     if (source := _find_source(name, facts, from_name, sources, report)) is not None:
                         some.append((row, name, source))
-            if WAVEFORMS in f:
+            if schema.WAVEFORMS in f:
                 report.problems += _wrong_waveforms(f, spec, some)
             is_few = sum(source.bounds is None for _, _, source in some) <= _FEW_UNKNOWN
             n = _ROWS_PER_TASK if is_few else min(_ROWS_PER_TASK, -(-len(some) // usable_cores()))
             tasks = [some[i : i + n] for i in range(0, len(some), n)]
             run = map if is_few else pool.map
-            for largest, problems in run(partial(_check_rows, f[ROWS], spec), tasks):
+            for largest, problems in run(partial(_check_rows, f[schema.ROWS], spec), tasks):
                 report.max_abs_db = max(report.max_abs_db, largest)
                 report.problems += problems
             report.checked += len(some)
@@ -355,11 +324,8 @@ def check_sample(sample: int | None) -> None:
     "Check a number of rows; raises UsageError."
     is_number = isinstance(sample, (int, np.integer)) and not isinstance(sample, bool)
     if sample is not None and not (is_number and sample >= 0):
-        raise UsageError(
-            "the number of rows to recompute must be 0 or more, or None for all rows",
-            code="usage",
-            found=repr(sample),
-        )
+        what = "the number of rows to recompute must be 0 or more, or None for all rows"
+        raise errors.UsageError(what, code="usage", found=repr(sample))
 
 
 def _recordings_folder(
@@ -375,17 +341,14 @@ def _recordings_folder(
     there = (os.path.lexists(os.path.join(folder, p)) for p in paths)
     if isinstance(top, StorePath) or not len(paths) or any(there):
         return folder
-    raise DataError(
-        f"the folder contains none of the {len(paths):,} recordings, for example {show_path(paths[0])}: "
-        "give the data folder that the data set was built from",
-        code="no-recordings",
-        path=folder,
-    )
+    lacking = f"none of the {len(paths):,} recordings, for example {errors.show_path(paths[0])}"
+    what = f"the folder contains {lacking}: give the data folder that the data set was built from"
+    raise errors.DataError(what, code="no-recordings", path=folder)
 
 
 def _check_origin(
     f: h5py.File,
-    columns: _Columns,
+    columns: Columns,
     report: VerifyReport,
     root: str | os.PathLike | None,
     sample: int | None,
@@ -395,57 +358,54 @@ def _check_origin(
     sources: Sources | None,
     is_changed: Callable[[bytes], bool],
     progress: Callable[[int, int], None],
-    own: ExitStack,  # closes what is opened here
 ) -> None:
     "Compare labels with the table, a sample of rows with their recordings, and all names with the folder."
     naming, paths = Naming.from_json(f.attrs["naming_json"]), columns["files/path"]
     labels = json.loads(f.attrs["labels_json"])
-    spec = stored_spec(f)
+    spec = schema.stored_spec(f)
     report.labels_compared = naming.source != "table" or table is not None
     if table is not None:
         if naming.source != "table":
-            raise UsageError(
-                f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: omit the table",
-                code="table-not-used",
-                path=f.filename,
-            )
+            origin = "folders" if naming.labels_by_folder else "a pattern"
+            what = f"the labels of this data set come from {origin}: omit the table"
+            raise errors.UsageError(what, code="table-not-used", path=f.filename)
         report.problems += consistency.table_mismatches(f, labels, table)
     if root is None or report.problems:
         return
     try:
         folder = _recordings_folder(root, f.attrs["split"], naming, paths)
-    except DataError as e:
+    except errors.DataError as e:
         report._note_moved(f"the data folder cannot be used; the data set was not compared: {e}")
         report.labels_compared = False
         return
-    if (
-        sources is None
-        or (sources.folder, sources.spec) != (folder, spec)
-        or (WAVEFORMS in f and not sources.keep_samples)
-    ):
-        sources = own.enter_context(closing(Sources(folder, spec)))
+    given, needs = sources, schema.WAVEFORMS in f
+    if sources is None or (sources.folder, sources.spec) != (folder, spec) or sources.keep_samples < needs:
+        sources = Sources(folder, spec)
     # a longer path, of a rejected recording, would widen a copy of all paths
     known = [path for path in sources.known if len(path) <= paths.dtype.itemsize]
     preferred = np.searchsorted(paths, np.array(known, paths.dtype)).tolist()
-    picked = pick_rows(
-        report.n_rows, sample, columns[LABELS][:], columns["files/rms_db"][:], edges, preferred
-    )
+    ids, level_db = columns[schema.LABELS][:], columns["files/rms_db"][:]
+    picked = pick_rows(report.n_rows, sample, ids, level_db, edges, preferred)
     if len(picked):
         report.scope = "against the sources"
-    _compare_rows(f, naming, sources, columns, picked, progress, report)
-    report.problems += consistency.rejected_problems(
-        columns,
-        spec,
-        naming,
-        labels,
-        folder,
-        root,
-        sample,
-        report.moved,
-        sources.copies,
-        by_people=consistency.labelled_by_people(f) is not None,
-        is_changed=is_changed,
-    )
+    try:
+        _compare_rows(f, naming, sources, columns, picked, progress, report)
+        report.problems += consistency.rejected_problems(
+            columns,
+            spec,
+            naming,
+            labels,
+            folder,
+            root,
+            sample,
+            report.moved,
+            sources.copies,
+            by_people=consistency.labelled_by_people(f) is not None,
+            is_changed=is_changed,
+        )
+    finally:
+        if sources is not given:
+            sources.close()
     if accounting:
         report.problems += consistency.accounting(f, folder, naming)
 
@@ -471,31 +431,20 @@ def check_data_set(
     names = table if table is None or isinstance(table, NameTable) else read_table(table, columns)
     report = VerifyReport(os.fspath(path), labels_compared=False)
     try:
-        with open_file(path, examine=examine) as f, ExitStack() as own:
-            opened = _check_integrity(f, report, unread)
+        with schema.open_file(path, examine=examine) as f:
+            found = _check_integrity(f, report, unread)
             if not report.problems:
                 _check_origin(
-                    f,
-                    opened,
-                    report,
-                    root,
-                    sample,
-                    accounting,
-                    edges,
-                    names,
-                    sources,
-                    is_changed,
-                    progress,
-                    own,
+                    f, found, report, root, sample, accounting, edges, names, sources, is_changed, progress
                 )
-    except (MachineError, MemoryError):
+    except (errors.MachineError, MemoryError):
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
         if getattr(e, "code", "") == "table-not-used":
             raise
-        if (fault := machine_fault(e, path)) is not e:
+        if (fault := schema.machine_fault(e, path)) is not e:
             raise fault from e
-        reason = e if isinstance(e, LeakmelError) else f"{type(e).__name__}: {e}"
+        reason = e if isinstance(e, errors.LeakmelError) else f"{type(e).__name__}: {e}"
         report.problems.append(f"the file cannot be read as a data set: {reason}")
     return report
 
@@ -514,7 +463,6 @@ def verify(
         return check_data_set(
             path, root=root, sample=sample, accounting=accounting, table=table, columns=columns
         )
-    except (MachineError, MemoryError) as e:
-        return VerifyReport(
-            os.fspath(path), labels_compared=False, problems=[f"the check could not be completed: {e}"]
-        )
+    except (errors.MachineError, MemoryError) as e:
+        why = f"the check could not be completed: {e}"
+        return VerifyReport(os.fspath(path), labels_compared=False, problems=[why])

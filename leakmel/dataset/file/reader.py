@@ -32,20 +32,7 @@ from leakmel.core.errors import (
 )
 from leakmel.core.files import read_at, replacing
 from leakmel.core.parameters import answer_unknown, check_types, field_choices, field_kinds
-from leakmel.dataset.file.schema import (
-    EXTRA,
-    LABELS,
-    ROWS,
-    SCHEMA_VERSION,
-    WAVEFORMS,
-    consecutive_runs,
-    data_set_name,
-    file_columns,
-    machine_fault,
-    open_file,
-    opening_error,
-    stored_spec,
-)
+from leakmel.dataset.file import schema
 from leakmel.mel.spec import MelSpec, preset_values
 
 if TYPE_CHECKING:
@@ -60,7 +47,7 @@ def damage_errors(path: Path) -> Iterator[None]:
     except LeakmelError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError, OSError, RuntimeError) as e:
-        if (fault := machine_fault(e, path)) is not e:
+        if (fault := schema.machine_fault(e, path)) is not e:
             raise fault from e
         raise VerifyError(
             "a part of the data set is missing or damaged",
@@ -89,13 +76,13 @@ def read_rows(
         out = np.empty((len(wanted), *data.shape[1 + depth :]), data.dtype)
         step = out.itemsize * int(np.prod(out.shape[1:]))
         fd = data.file.id.get_vfd_handle()
-        for run in consecutive_runs(wanted):
+        for run in schema.consecutive_runs(wanted):
             read_at(fd, out[run], offset + int(wanted[run.start]) * step)
     else:  # chunks are unpacked by the HDF5 library, whole rows at a time
         rows, row_place = np.unique(wanted // per_row, return_inverse=True)
         whole = np.empty((len(rows), *data.shape[1:]), data.dtype)
         with damage_errors(Path(data.file.filename)):
-            for run in consecutive_runs(rows):
+            for run in schema.consecutive_runs(rows):
                 data.read_direct(whole, np.s_[int(rows[run.start]) : int(rows[run.stop - 1]) + 1], run)
         out = whole.reshape(-1, *data.shape[1 + depth :])[row_place * per_row + wanted % per_row]
     return out if np.array_equal(wanted, items) else out[place]
@@ -110,29 +97,21 @@ def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
             path=path,
             remedy="open a file of the earlier system with legacy=True (--legacy); its rows are unverified",
         )
-    if not legacy and (schema := file.attrs["schema_version"]) != SCHEMA_VERSION:
-        raise VerifyError(
-            "the data set has another schema version",
-            code="other-schema",
-            path=path,
-            found=schema,
-            expected=SCHEMA_VERSION,
-        )
+    if not legacy and (found := file.attrs["schema_version"]) != schema.SCHEMA_VERSION:
+        what, right = "the data set has another schema version", schema.SCHEMA_VERSION
+        raise VerifyError(what, code="other-schema", path=path, found=found, expected=right)
     counts = {} if legacy else {"n_rows": int(file.attrs["n_rows"])}
-    for name, n_axes, kinds in ((ROWS, 5, "f"), (LABELS, 1, "iu"), (WAVEFORMS, 4, "f")):
-        if name == WAVEFORMS and name not in file:
+    for name, n_axes, kinds in ((schema.ROWS, 5, "f"), (schema.LABELS, 1, "iu"), (schema.WAVEFORMS, 4, "f")):
+        if name == schema.WAVEFORMS and name not in file:
             continue
         part = file[name]
         if not isinstance(part, h5py.Dataset) or part.ndim != n_axes or part.dtype.kind not in kinds:
             raise ValueError(f"{name} is {part}")
         counts[name] = len(part)
     if len(set(counts.values())) > 1 or not (legacy or file.attrs.get("complete", False)):
+        remedy = "build the data set again"
         raise VerifyError(
-            "the data set is incomplete",
-            code="incomplete-data-set",
-            path=path,
-            found=counts,
-            remedy="build the data set again",
+            "the data set is incomplete", code="incomplete-data-set", path=path, found=counts, remedy=remedy
         )
 
 # %% ../../../nbs/dataset/file/reader.ipynb #2c2ff16e
@@ -144,8 +123,7 @@ class MelDataset:
         path: str | os.PathLike,
         *,
         legacy: bool = False,  # a file of the earlier system: no schema, no digests
-        chunk_cache_bytes: int
-        | None = None,  # size of HDF5's cache of decompressed chunks; unused for contiguous rows
+        chunk_cache_bytes: int | None = None,  # of HDF5's cache of decompressed chunks
         people: CurrentLabels | None = None,  # labels by people, which replace those of the file
     ):
         self.path = Path(path)
@@ -153,14 +131,14 @@ class MelDataset:
         self.chunk_cache_bytes = chunk_cache_bytes
         self.people = people
         self.relabelled: Relabelled | None = None
-        self._file = open_file(self.path, "r", rdcc_nbytes=chunk_cache_bytes)
+        self._file = schema.open_file(self.path, "r", rdcc_nbytes=chunk_cache_bytes)
         self._pid = os.getpid()
         s = os.fstat(self._file.id.get_vfd_handle())
         self._identity = s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
         try:
             with damage_errors(self.path):
                 _require_data_set(self._file, self.path, legacy)
-                self.labels = self._file[LABELS][:]  # [B] int16
+                self.labels = self._file[schema.LABELS][:]  # [B] int16
                 self.class_names = self._stored_json("labels_json", list)  # in id order
                 n_names = len(self.class_names) if all(isinstance(n, str) for n in self.class_names) else 0
                 if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < n_names:
@@ -216,12 +194,12 @@ class MelDataset:
     @property
     def mels(self) -> h5py.Dataset:
         "[B, L, S, M, T] float16, dB."
-        return self.file[ROWS]
+        return self.file[schema.ROWS]
 
     @property
     def waveforms(self) -> h5py.Dataset | None:
         "[B, L, S, short_window] float32, where the data set has them."
-        return self.file.get(WAVEFORMS)
+        return self.file.get(schema.WAVEFORMS)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -254,7 +232,7 @@ class MelDataset:
                 remedy="read the settings that it contains from .config",
             )
         with damage_errors(self.path):
-            return stored_spec(self.file)
+            return schema.stored_spec(self.file)
 
     @cached_property
     def files(self) -> "pd.DataFrame":
@@ -262,7 +240,9 @@ class MelDataset:
         import pandas as pd
 
         table: dict[str, Any] = {"label": np.array(self.class_names, dtype=object)[self.labels]}
-        for name in sorted(file_columns(self.file), key=lambda n: (n != "path", n.startswith(f"{EXTRA}/"))):
+        for name in sorted(
+            schema.file_columns(self.file), key=lambda n: (n != "path", n.startswith(f"{schema.EXTRA}/"))
+        ):
             values = self.file[f"files/{name}"][:]
             table[name] = (
                 text_column(map(os.fsdecode, values.tolist())) if values.dtype.kind == "S" else values
@@ -306,7 +286,7 @@ class MelDataset:
                 "the data set file has changed since it was opened",
                 code="data-set-changed",
                 path=self.path,
-                remedy="open the data set again",
+                remedy="open it again",
             )
 
     def __repr__(self) -> str:
@@ -404,9 +384,8 @@ def _load(path: Path) -> dict[str, Any]:
         raise DataError("there is no such spec file", code="no-such-file", path=path, remedy=hint) from e
     except OSError as e:
         reason, hint = explain(e, path)
-        raise DataError(
-            f"the spec file cannot be read ({reason})", code="read-failed", path=path, remedy=hint
-        ) from e
+        what = f"the spec file cannot be read ({reason})"
+        raise DataError(what, code="read-failed", path=path, remedy=hint) from e
     body: Any = None
     why = ""
     try:
@@ -492,10 +471,8 @@ def write_spec(
     return SpecFile(path, preset, changes)
 
 # %% ../../../nbs/dataset/file/reader.ipynb #f2c66733
-def spec_of_data_set(
-    path: str | os.PathLike,
-) -> SpecFile:  # raises DataError for files of the earlier system, and others that hold no spec
-    "Return the spec of a data set in the form of a spec file."
+def spec_of_data_set(path: str | os.PathLike) -> SpecFile:
+    "Return the spec of a data set in the form of a spec file; raises DataError for a file that has none."
     try:
         with open_dataset(path) as ds:
             spec = ds.spec
@@ -514,9 +491,7 @@ def spec_of_data_set(
 
 # %% ../../../nbs/dataset/file/reader.ipynb #6f989693
 def requested_spec(
-    file: str
-    | os.PathLike
-    | None,  # a spec file, a data set, or a folder with a data set; None or empty: none
+    file: str | os.PathLike | None,  # a spec file, a data set, or a folder with one; None or empty: none
     preset: str | None,  # requested preset; None: none
     given: Mapping[str, Any],  # requested fields of MelSpec
 ) -> tuple[dict[str, Any], str]:  # for `build`, and a line on where the spec comes from; "" without a file
@@ -524,12 +499,12 @@ def requested_spec(
     if not file:
         return {"preset": preset or "disjoint", **given}, ""
     path = Path(os.path.expanduser(file))
-    if (path / data_set_name("TRAINING")).is_file():
-        path /= data_set_name("TRAINING")
+    if (path / schema.data_set_name("TRAINING")).is_file():
+        path /= schema.data_set_name("TRAINING")
     try:
         there = spec_of_data_set(path) if path.is_file() and h5py.is_hdf5(path) else read_spec(path)
     except OSError as e:
-        raise opening_error(e, path) from e
+        raise schema.opening_error(e, path) from e
     same = (there.preset, there.preset.split("@")[0])  # with and without its version
     if preset is not None and _preset_name(preset, there.path) not in same and preset not in same:
         raise UsageError(

@@ -67,10 +67,8 @@ FILE_COLUMNS = (
 )
 
 
-def data_set_name(
-    split: str,  # "TRAINING", ...; "" for a folder of label folders
-) -> str:  # file name
-    "The file name of a split's data set."
+def data_set_name(split: str) -> str:
+    "The file name of a split's data set; the split of a folder of label folders is empty."
     return f"{split or 'ALL'}_DATASET.H5"
 
 # %% ../../../nbs/dataset/file/schema.ipynb #d9e978bd
@@ -92,15 +90,13 @@ def name_columns(
     paths: Sequence[bytes],
     names: Sequence[NameParts] | None = None,  # parsed names; None: the naming scheme of the loggers
 ) -> dict[str, np.ndarray]:
-    "Return the column of paths and the columns that are parsed from the file names."
-    columns = {"path": byte_column(paths)}
+    "Return the columns that are parsed from the file names."
     if names is None:
-        columns |= columns_of_names(paths)
+        columns = columns_of_names(paths)
         return columns | {"gain": columns["gain"].astype(np.float32), "session": np.zeros(len(paths), "S1")}
-    columns["gain"] = np.array([n.gain for n in names], np.float32)
-    for field in ("sensor", "recording", "start_time", "session", "folder"):
-        columns[field] = byte_column([os.fsencode(getattr(n, field)) for n in names])
-    return columns
+    texts = ("sensor", "recording", "start_time", "session", "folder")
+    columns = {name: byte_column([os.fsencode(getattr(n, name)) for n in names]) for name in texts}
+    return columns | {"gain": np.array([n.gain for n in names], np.float32)}
 
 
 def rows_of_names(
@@ -436,11 +432,8 @@ def _digest(
             )
     for name in sorted(set(attributes) - {DIGEST_ATTRIBUTE}):
         value = attributes[name]
-        total.update(
-            f"@{name} {json.dumps(value.tolist() if hasattr(value, 'tolist') else value)} ".encode(
-                "utf-8", "surrogateescape"
-            )
-        )
+        text = json.dumps(value.tolist() if hasattr(value, "tolist") else value)
+        total.update(f"@{name} {text} ".encode("utf-8", "surrogateescape"))
     return total.hexdigest()
 
 
@@ -451,9 +444,9 @@ def digest_of_metadata(meta: Metadata) -> str:  # equals `metadata_digest` of a 
 
 def metadata_digest(
     file: h5py.File,
-    columns: Mapping[str, h5py.Dataset | np.ndarray]
-    | None = None,  # all but rows and waveforms, where they are known
-    attributes: Mapping[str, Any] | None = None,  # of the root, where they are known
+    # all but rows and waveforms, and attributes of the root, where they are known
+    columns: Mapping[str, h5py.Dataset | np.ndarray] | None = None,
+    attributes: Mapping[str, Any] | None = None,
 ) -> str:
     "Return the xxh3-128 digest of everything except rows and waveforms: names, types, shapes and bytes of all HDF5 data sets, and the attributes of the root."
     if columns is None:
@@ -601,9 +594,7 @@ def _plain(value: Any, file: h5py.File) -> Any:
     return [_plain(v, file) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def description(
-    file: h5py.File,
-) -> Iterator[tuple[str, Any]]:  # name of an object and what of it, and the value
+def description(file: h5py.File) -> Iterator[tuple[str, Any]]:
     "Yield type and value of all attributes, references as names, and type and storage of all HDF5 data sets; an error where one cannot be read."
     names = [b"/"]
     h5py.h5o.visit(file.id, names.append)

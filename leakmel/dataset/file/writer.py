@@ -53,9 +53,8 @@ def fallocate(fd: int, n_bytes: int, *, mode: int = 0, offset: int = 0) -> None:
     if (function := _system_fallocate()) is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     while function(fd, mode, offset, n_bytes):
-        if (
-            code := ctypes.get_errno()
-        ) != errno.EINTR:  # Python handles the signal, then the call is repeated
+        code = ctypes.get_errno()
+        if code != errno.EINTR:  # Python handles the signal, then the call is repeated
             raise OSError(code, os.strerror(code))
 
 
@@ -141,13 +140,11 @@ def compress_rows(
         return compress_chunk(raw, item_bytes, level)
 
     with ThreadPoolExecutor(threads, "leakmel-gzip") as pool:
-        for k, chunk in enumerate(
-            map_in_order(pool, pack, range(begin, end, n_bytes), _CHUNKS_PER_THREAD * threads)
-        ):
+        chunks = map_in_order(pool, pack, range(begin, end, n_bytes), _CHUNKS_PER_THREAD * threads)
+        for k, chunk in enumerate(chunks):
             if stopped():
-                raise OutputError(
-                    "the compression of the rows was stopped", code="stopped", path=source.file.filename
-                )
+                what = "the compression of the rows was stopped"
+                raise OutputError(what, code="stopped", path=source.file.filename)
             place = (k * per_chunk, *(0 for _ in target.shape[1:]))
             target.id.write_direct_chunk(place, chunk)
             written(place, chunk)
@@ -289,15 +286,11 @@ class RowFile:
             os.close(fd)
 
     @property
-    def parts(
-        self,
-    ) -> list[tuple[str, int, int]]:  # name of its digests in an entry, byte offset, bytes of an item
-        "Rows, and their waveforms where there are any, in the order of PARTS."
-        both = [
-            ("digest", self.offset, self.row_bytes),
-            ("waveform_digest", self.waveform_offset, self.waveform_bytes),
-        ]
-        return both if self.waveform_bytes else both[:1]
+    def parts(self) -> list[tuple[str, int, int]]:
+        "Name of the digests in an entry, byte offset and bytes of an item: of rows, and of waveforms if any."
+        rows = ("digest", self.offset, self.row_bytes)
+        waveforms = ("waveform_digest", self.waveform_offset, self.waveform_bytes)
+        return [rows, waveforms] if self.waveform_bytes else [rows]
 
     def write(self, first: int, items: np.ndarray, part: int = 0) -> int:
         "Write items of a part of candidates first, first + 1 ...: rows [k, L, S, M, T] float16, or waveforms; return the bytes written."
@@ -305,10 +298,8 @@ class RowFile:
         write_at(self.fd, items.data.cast("B"), begin + first * n_bytes)
         return items.nbytes
 
-    def match_digests(
-        self, first: int, digests: np.ndarray, part: int = 0
-    ) -> np.ndarray:  # [k] bool; raises OSError
-        "Read items of candidates first, first + 1 ... back; return which have these digests, and rows only finite values."
+    def match_digests(self, first: int, digests: np.ndarray, part: int = 0) -> np.ndarray:
+        "Read k items back from candidate `first` on; return which have these digests and finite rows."
         _, begin, n_bytes = self.parts[part]
         with suppress(VerifyError):  # the file was cut: the check of the complete file reports it
             found, finite = digests_in_file(self.fd, begin + first * n_bytes, len(digests), n_bytes)

@@ -97,12 +97,9 @@ class PipelineConfig:
         for name, choices in field_choices(type(self)).items():
             value = getattr(self, name)
             if value not in choices:
-                raise UsageError(
-                    f"{name} has an unknown value",
-                    code="unknown-choice",
-                    found=repr(value),
-                    expected=" or ".join(choices),
-                )
+                known = " or ".join(choices)
+                what = f"{name} has an unknown value"
+                raise UsageError(what, code="unknown-choice", found=repr(value), expected=known)
 
 # %% ../../../nbs/dataset/run/config.ipynb #2376d7a1
 @dataclass(frozen=True)
@@ -212,9 +209,7 @@ def this_machine() -> dict[str, Any]:
     return {key: value for key, value in machine_facts().items() if key in ("cpu", "n_cores", "gpu")}
 
 
-def tuned_path(
-    root: str | os.PathLike,  # data folder
-) -> Path:
+def tuned_path(root: str | os.PathLike) -> Path:
     "Return the path of the tuned settings for a data folder on this machine."
     base = os.environ.get("XDG_CONFIG_HOME", "")
     folder = Path(base if os.path.isabs(base) else os.path.expanduser("~/.config"), "leakmel")
@@ -225,10 +220,11 @@ def tuned_path(
 _RATE = {"files_per_s": float, "made_utc": str, "spec": str}  # of an engine
 
 
-def read_tuned(
-    path: str | os.PathLike,
-) -> dict[str, Any]:  # raises DataError if the file cannot be used, FileNotFoundError if it does not exist
-    "Read tuned settings of this version and machine: `settings`, `engine`, `device`, `made_utc`, and `rates` of engines."
+def read_tuned(path: str | os.PathLike) -> dict[str, Any]:
+    """Read tuned settings of this version and machine: `settings`, `engine`, `device`, `made_utc`, `rates`.
+
+    Raises DataError if the file cannot be used, FileNotFoundError if it does not exist.
+    """
     from leakmel import __version__
 
     try:
@@ -260,10 +256,8 @@ def read_tuned(
         ) from e
 
 
-def find_tuned(
-    root: str | os.PathLike,  # data folder
-) -> dict[str, Any] | None:  # None if there are none, or if the file cannot be used, which is logged
-    "Return the tuned settings for a data folder on this machine."
+def find_tuned(root: str | os.PathLike) -> dict[str, Any] | None:
+    "Return the tuned settings for a data folder on this machine; None without any that can be used."
     try:
         return read_tuned(tuned_path(root))
     except FileNotFoundError:
@@ -350,11 +344,11 @@ def engine_costs(
     *,
     has_gpu: bool,
     cores: int | None = None,  # None: those that this process may use
-    rates: Mapping[str, Mapping[str, Any]]
-    | None = None,  # of `tune`: "cpu/cpu" -> files_per_s, made_utc, spec; those of other settings of the features are not used
+    # of `tune`: "cpu/cpu" -> files_per_s, made_utc, spec; those of other features are not used
+    rates: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[
     EngineCost
-]:  # those with a figure; engines that support the spec are found out when they are opened
+]:  # those with a figure; which engines support the spec is found out when they are opened
     "Return the expected costs of the engines on this machine."
     frames = len(spec.grid.distinct[0]) * spec.n_fft / 512
     n_cores, found = cores or usable_cores(), list[EngineCost]()
@@ -380,9 +374,8 @@ def break_even(
     return max(0.0, other.start_s - one.start_s) / gain_s if gain_s > 0 else math.inf
 
 # %% ../../../nbs/dataset/run/config.ipynb #65630008
-def _kind_of(
-    candidate: tuple[str, str],  # engine and device
-) -> tuple[str, str]:  # engine and kind of device: cuda of cuda:0
+def _kind_of(candidate: tuple[str, str]) -> tuple[str, str]:
+    "Return engine and kind of device of an engine and a device: cuda of cuda:0."
     return candidate[0], candidate[1].split(":")[0]
 
 
@@ -399,10 +392,8 @@ def _engine_named(identity: str) -> tuple[str, str] | None:  # None: not an engi
     return (name, "cuda" if kind.startswith("cuda") else "cpu") if name in ENGINES else None
 
 
-def engine_of_data_set(
-    path: Path, spec: MelSpec
-) -> tuple[str, str] | None:  # None if there is no complete data set with this spec
-    "Return name and kind of device of the engine that built an existing data set."
+def engine_of_data_set(path: Path, spec: MelSpec) -> tuple[str, str] | None:
+    "Return the engine that built a complete data set of this spec, and its kind of device."
     with suppress(Exception), open_file(path) as f:  # the build reports a damaged file
         identity = str(f.attrs["engine"])
         if f.attrs["complete"] and f.attrs["fingerprint"] == spec.fingerprint(identity):
@@ -410,9 +401,8 @@ def engine_of_data_set(
     return None
 
 
-def _engine_to_resume(
-    path: Path, spec: MelSpec
-) -> tuple[str, str] | None:  # None if there is no interrupted build with this spec
+def _engine_to_resume(path: Path, spec: MelSpec) -> tuple[str, str] | None:
+    "Return the same of the interrupted build with this spec, None if there is none."
     identity, fingerprint = engine_of_journal(journal_path(path)) or ("", "")
     return _engine_named(identity) if fingerprint == spec.fingerprint(identity) else None
 

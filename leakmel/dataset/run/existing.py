@@ -30,17 +30,7 @@ from leakmel.core.files import (
     write_errors,
 )
 from leakmel.core.store import StorePath
-from leakmel.dataset.file.schema import (
-    DIGEST_ATTRIBUTE,
-    ROWS,
-    SCHEMA_VERSION,
-    WAVEFORMS,
-    Rejected,
-    machine_fault,
-    metadata_digest,
-    open_file,
-    read_column,
-)
+from leakmel.dataset.file import schema
 from leakmel.dataset.source.loader import ENCODINGS, FACTS, STATUSES, codes_of, decoders
 
 log = logging.getLogger("leakmel")
@@ -52,7 +42,6 @@ KNOWN = np.dtype(
         ("size", "<i8"),  # of the recording, bytes
         ("mtime_ns", "<i8"),
         ("facts", FACTS),
-        ("moments", "<f8", (5,)),
         ("digest", "S32"),  # of the row
         ("waveform_digest", "S32"),  # empty without waveforms
     ]
@@ -83,7 +72,7 @@ def _entry_of(body: dict[str, Any], n: int) -> np.ndarray:  # [k] KNOWN, numbers
     return known
 
 # %% ../../../nbs/dataset/run/existing.ipynb #e2598a7a
-JOURNAL_SCHEMA = 5
+JOURNAL_SCHEMA = 6
 
 
 def folder_inodes(
@@ -154,10 +143,8 @@ _MISMATCHES = {
 }
 
 
-def journal_path(
-    target: Path,  # the data set's final name
-) -> Path:
-    "Return the path of the journal of an unfinished data set."
+def journal_path(target: Path) -> Path:
+    "Return the path of the journal of an unfinished data set; `target` is its final name."
     return target.with_name(f".{target.name}.journal")
 
 # %% ../../../nbs/dataset/run/existing.ipynb #c5479c82
@@ -175,10 +162,8 @@ class InterruptedBuild:
     refusal: str = ""  # why the build cannot be resumed although a journal exists
 
 
-def engine_of_journal(
-    path: Path,
-) -> tuple[str, str] | None:  # None if there are no rows that this release could resume
-    "Return identity of the engine and fingerprint of the interrupted build that a journal belongs to; raises nothing."
+def engine_of_journal(path: Path) -> tuple[str, str] | None:
+    "Return engine and fingerprint of the build of a journal; None if this release cannot resume it."
     from leakmel import __version__
 
     with (
@@ -314,9 +299,8 @@ class Journal:
             self.n_entered = 0
 
 # %% ../../../nbs/dataset/run/existing.ipynb #e3eeb6e1
-STAMP = np.dtype(
-    [("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8"), ("folder", "<i8")]
-)  # folder: inode number of the folder that it lies in
+# folder: inode number of the folder that it lies in
+STAMP = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8"), ("folder", "<i8")])
 
 
 def stamps_of(
@@ -362,17 +346,15 @@ def is_settled(
     return ctimes_ns < began_ns - np.where(ctimes_ns % 1_000_000_000 == 0, _WHOLE_SECOND_NS, _CLOCK_STEP_NS)
 
 # %% ../../../nbs/dataset/run/existing.ipynb #30f32b47
-_UNSTABLE_REJECT_CODES = (
-    "changed",
-    "unreadable",
-)  # reject codes that say nothing about the content of the file
+# reject codes that say nothing about the content of the file
+_UNSTABLE_REJECT_CODES = ("changed", "unreadable")
 
 
 def stamps_at_build(
     listing: Listing,
     good: np.ndarray,  # [n] bool, candidates that became rows
     ctimes_ns: np.ndarray,  # [n] int64, as they were when they were read
-    rejected: Sequence[Rejected],
+    rejected: Sequence[schema.Rejected],
     began_ns: int,  # when listing began, by the clock of the files
     folders: np.ndarray,  # [n] `folder_inodes` of all candidates, before they were read
 ) -> np.ndarray:  # [rows + rejected] STAMP
@@ -397,22 +379,15 @@ STATE_SCHEMA = 3
 _MAX_STATE_HEADER = 4096  # bytes
 
 
-def state_path(
-    target: Path,  # the data set's final name
-) -> Path:
-    "Return the path of the state file of a data set."
+def state_path(target: Path) -> Path:
+    "Return the path of the state file of a data set; `target` is its final name."
     return target.with_name(f".{target.name}.state")
 
 
 def _state_head(data: bytes, data_set: os.stat_result) -> dict[str, object]:
     "Return the header fields that tie a state file to its data set."
-    return {
-        "schema": STATE_SCHEMA,
-        "n_bytes": data_set.st_size,
-        "mtime_ns": data_set.st_mtime_ns,
-        "n": len(data) / STAMP.itemsize,
-        "decoders": decoders(),
-    }
+    facts = {"n_bytes": data_set.st_size, "mtime_ns": data_set.st_mtime_ns, "decoders": decoders()}
+    return {"schema": STATE_SCHEMA, "n": len(data) / STAMP.itemsize} | facts
 
 
 def write_state(
@@ -428,10 +403,8 @@ def write_state(
         new.write_bytes(sealed(head.encode() + b"\n" + data))
 
 
-def read_state(
-    target: Path,
-) -> tuple[str, np.ndarray] | None:  # digest of its metadata, and stamps as they were written
-    "Read the state file of the existing data set; return None if none belongs to it; raises nothing."
+def read_state(target: Path) -> tuple[str, np.ndarray] | None:
+    "Return metadata digest and stamps of the state file of the existing data set; None without one."
     with (
         suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
         open(open_regular_file(state_path(target), os.O_NOFOLLOW), "rb") as f,
@@ -458,7 +431,7 @@ class ExistingDataset:
     compressed: bool  # its rows are compressed
     known: np.ndarray  # [k] KNOWN, rows that can be kept, by candidate
     places: np.ndarray  # [k] int64, of these rows in the data set
-    rejected: list[Rejected]  # files that need not be read again
+    rejected: list[schema.Rejected]  # files that need not be read again
     numbers: np.ndarray  # int64, their candidates
     changes: dict[str, int]  # recordings added, changed and removed since
 
@@ -469,23 +442,19 @@ def _has_settings(
     "Return whether an open data set is that of the state file, and was built with these settings by this engine."
     from leakmel import __version__
 
-    if metadata_digest(f) != digest:
+    if schema.metadata_digest(f) != digest:
         return False
     if (before := str(f.attrs["engine"])) != engine:
-        log.warning(
-            "%s was built by engine %s, and this build uses %s, whose rows can differ in their last bits: all rows are computed again",
-            target,
-            before,
-            engine,
-        )
+        text = "%s was built by engine %s, and this build uses %s, so all rows are computed again"
+        log.warning(text, target, before, engine)
         return False
     expected = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": schema.SCHEMA_VERSION,
         "fingerprint": fingerprint,
         "leakmel_version": __version__,
-        DIGEST_ATTRIBUTE: digest,
+        schema.DIGEST_ATTRIBUTE: digest,
     }
-    return all(f.attrs[k] == v for k, v in expected.items()) and (WAVEFORMS in f) == with_waveforms
+    return all(f.attrs[k] == v for k, v in expected.items()) and (schema.WAVEFORMS in f) == with_waveforms
 
 
 _UNREAD = {"no_label": -1, "dry": DRY}  # reject codes of files that are not read -> label in the listing
@@ -520,17 +489,19 @@ def open_existing(
         return None
     digest, stamps = state
     try:
-        with open_file(target) as f:
+        with schema.open_file(target) as f:
             if not _has_settings(f, target, digest, fingerprint, with_waveforms, engine):
                 return None
             lost = zip(*(f[f"rejected/{name}"][:].tolist() for name in ("path", "code", "message")))
-            rejected = [Rejected(path, code.decode(), message.decode()) for path, code, message in lost]
+            rejected = [
+                schema.Rejected(path, code.decode(), message.decode()) for path, code, message in lost
+            ]
             known = _read_known(f, stamps, with_waveforms)
-            paths, compressed = f["files/path"][:].tolist(), f[ROWS].chunks is not None
+            paths, compressed = f["files/path"][:].tolist(), f[schema.ROWS].chunks is not None
     except MachineError:
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
-        if (fault := machine_fault(e, target)) is not e:
+        if (fault := schema.machine_fault(e, target)) is not e:
             raise fault from e
         log.warning("%s cannot be updated and is rebuilt: %s: %s", target, type(e).__name__, e)
         return None
@@ -546,6 +517,7 @@ def open_existing(
     is_row, is_lost = same & (of < n_rows), same & (of >= n_rows)
     known = known[of[is_row]]
     known["number"] = met[is_row]
+    counts = len(listing) - len(met), len(met) - int(same.sum()), len(place) - len(met)
     return ExistingDataset(
         path=target,
         digest=digest,
@@ -554,27 +526,22 @@ def open_existing(
         places=of[is_row],
         rejected=[rejected[i] for i in of[is_lost] - n_rows],
         numbers=met[is_lost],
-        changes={
-            "added": len(listing) - len(met),
-            "changed": len(met) - int(same.sum()),
-            "removed": len(place) - len(met),
-        },
+        changes=dict(zip(("added", "changed", "removed"), counts)),
     )
 
 
 def _read_known(f: h5py.File, stamps: np.ndarray, with_waveforms: bool) -> np.ndarray:
     "Return the facts of an open data set about its rows, [rows] KNOWN without numbers."
-    n = len(f[ROWS])
+    n = len(f[schema.ROWS])
     known = np.zeros(n, KNOWN)
     known["digest"] = f["digests/rows"][:]
     if with_waveforms:
         known["waveform_digest"] = f["digests/waveforms"][:]
     facts = known["facts"]
     for name in _FACT_COLUMNS:
-        facts[name] = read_column(f[f"files/{name}"])
+        facts[name] = schema.read_column(f[f"files/{name}"])
     for name, words in (("encoding", ENCODINGS), ("status", STATUSES)):
-        facts[name] = codes_of(read_column(f[f"files/{name}"]), words)
+        facts[name] = codes_of(schema.read_column(f[f"files/{name}"]), words)
     facts["good"] = True
-    facts["figured"] = True
     facts["ctime_ns"] = stamps["ctime_ns"][:n]
     return known

@@ -24,18 +24,7 @@ from leakmel.audio.naming import split_name
 from leakmel.audio.tables import require_same_table
 from leakmel.audio.wav import OutOfMemory, open_regular, parse_header, read_error
 from leakmel.core.comparison import text_column, text_key
-from leakmel.core.errors import (
-    DataError,
-    LeakmelError,
-    MachineError,
-    OutputError,
-    RecordingError,
-    SpecError,
-    UsageError,
-    VerifyError,
-    explain,
-    show_path,
-)
+from leakmel.core import errors
 from leakmel.core.store import LocalCopies
 from leakmel.mel.spec import PRESET_RATE, MelSpec, preset_values
 
@@ -49,12 +38,12 @@ def _rate_and_length(path: bytes) -> tuple[int, int] | None:
         with open(fd, "rb", buffering=0):
             h = parse_header(fd, n_file)
             return h.sample_rate, h.data_bytes // h.block_align
-    except RecordingError:
+    except errors.RecordingError:
         return None
     except MemoryError as e:
         raise OutOfMemory(path) from e
     except OSError as e:
-        if isinstance(fault := read_error(e, path), MachineError):
+        if isinstance(fault := read_error(e, path), errors.MachineError):
             raise fault from e
         return None
 
@@ -155,7 +144,7 @@ def _long_enough(headers: np.ndarray, given: dict[str, Any]) -> np.ndarray:
             given.get("long_window") or preset_values(preset, rate)["long_window"] for rate in rates.tolist()
         ]
         fits = headers[:, 1] >= np.array(windows, np.int64)[at]
-    except (SpecError, TypeError, ValueError):  # raised with its reason where the spec is made
+    except (errors.SpecError, TypeError, ValueError):  # raised with its reason where the spec is made
         return headers
     return headers[fits] if fits.any() else headers
 
@@ -163,10 +152,8 @@ def _long_enough(headers: np.ndarray, given: dict[str, Any]) -> np.ndarray:
 _SIMILAR = 0.1  # of the median length
 
 
-def _similar_length(
-    headers: np.ndarray,
-) -> tuple[int, float, int] | None:  # Hz, s, recordings; None: too different
-    "Return rate and shortest length of recordings of one rate with lengths within 10 % of the median, if they are the majority."
+def _similar_length(headers: np.ndarray) -> tuple[int, float, int] | None:
+    "Return rate, shortest length and number of the majority: of one rate, within 10 % of the median length."
     rates, seconds = headers[:, 0], headers[:, 1] / headers[:, 0]
     common = Counter(rates.tolist()).most_common(1)[0][0]
     near = (rates == common) & (np.abs(seconds - np.median(seconds)) <= _SIMILAR * np.median(seconds))
@@ -201,7 +188,7 @@ def propose_specs(
     for rate, duration_s in wanted:
         proposal = {"sample_rate": rate, "duration_s": duration_s}
         proposal |= {name: given[name] for name in proposal if name in given}
-        with suppress(SpecError):
+        with suppress(errors.SpecError):
             spec = _spec_of_settings(given | proposal)
             if all(proposal != other for other, _ in found):
                 found.append((proposal, spec))
@@ -217,9 +204,7 @@ def _changed_share(headers: np.ndarray, spec: MelSpec) -> float:
     return float(np.abs(seconds - spec.duration_s).sum() / seconds.sum())
 
 
-def _fits_most(
-    headers: np.ndarray, given: dict[str, Any]
-) -> dict[str, Any] | None:  # None: each proposal rejects a recording, or changes too much
+def _fits_most(headers: np.ndarray, given: dict[str, Any]) -> dict[str, Any] | None:
     "Return the first proposal that rejects no recording and changes at most half of the samples."
     for proposal, spec in propose_specs(headers, given):
         if not count_changes(headers, spec)["rejected"] and _changed_share(headers, spec) <= _LARGEST_CHANGE:
@@ -227,10 +212,8 @@ def _fits_most(
     return None
 
 
-def _options_of(
-    headers: np.ndarray, given: dict[str, Any]
-) -> dict[str, dict[str, Any]]:  # rate and length by the words of a command and what they change
-    "Return the proposals as options of a command."
+def _options_of(headers: np.ndarray, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    "Return the proposals, rate and length, by the options of a command and what they change."
     found = {}
     for proposal, spec in propose_specs(headers, given):
         new = {name: value for name, value in proposal.items() if name not in given}
@@ -243,7 +226,7 @@ def _options_of(
 _MAX_KINDS_SHOWN = 6  # of rate and length, in an error
 
 
-def _no_majority_error(headers: np.ndarray, given: dict[str, Any], folder: Path) -> DataError:
+def _no_majority_error(headers: np.ndarray, given: dict[str, Any], folder: Path) -> errors.DataError:
     kinds = Counter(map(tuple, headers[:, :2].tolist())).most_common()
     shown = [f"{n:,} of {length / rate:g} s at {rate} Hz" for (rate, length), n in kinds[:_MAX_KINDS_SHOWN]]
     if len(kinds) > _MAX_KINDS_SHOWN:
@@ -253,7 +236,7 @@ def _no_majority_error(headers: np.ndarray, given: dict[str, Any], folder: Path)
         first = next(iter(options.values()))
         python = ", ".join(f"'{name}': {value:g}" for name, value in first.items())
         remedy = f"choose one of: {'; '.join(options)}. In Python spec={{{python}}}"
-    return DataError(
+    return errors.DataError(
         "the recordings differ so much in sample rate or length that none can be chosen for all",
         code="recordings-differ",
         path=folder,
@@ -273,13 +256,9 @@ def list_recordings(
     if manifest is None:
         return scan(root, split=split, progress=progress)
     if os.path.realpath(root) != os.path.realpath(manifest.root):
-        raise UsageError(
-            "the manifest belongs to another folder",
-            code="other-manifest",
-            path=root,
-            found=show_path(manifest.root),
-            remedy="give the folder that was scanned",
-        )
+        what, found = "the manifest belongs to another folder", errors.show_path(manifest.root)
+        remedy = "give the folder that was scanned"
+        raise errors.UsageError(what, code="other-manifest", path=root, found=found, remedy=remedy)
     return manifest
 
 
@@ -290,7 +269,7 @@ def listing_of_split(
     found = {x.split: x for x in manifest.listings}
     if split is None and "" not in found:
         one = next(iter(found)).lower()
-        raise UsageError(
+        raise errors.UsageError(
             "the folder contains splits, but no split was given",
             code="split-not-named",
             path=root,
@@ -300,11 +279,8 @@ def listing_of_split(
         )
     wanted = "" if split is None else split_name(split)
     if wanted not in found:
-        raise UsageError(
-            "the manifest does not contain this split",
-            code="split-not-found",
-            found=", ".join(found),
-            expected=split,
+        raise errors.UsageError(
+            "the manifest lacks this split", code="split-not-found", found=", ".join(found), expected=split
         )
     return found[wanted]
 
@@ -320,7 +296,7 @@ def decide_spec(
 ) -> SpecDecision:  # raises DataError if the recordings differ too much, SpecError for invalid settings
     "Return the spec of a build; rate and length that are not given are those of more than half of the recordings, or fit most of them."
     if spec is not None and not isinstance(spec, MelSpec | dict):
-        raise UsageError(
+        raise errors.UsageError(
             "spec must be a MelSpec, or a dict of fields to change in a preset",
             code="wrong-type",
             found=repr(spec),
@@ -335,25 +311,22 @@ def decide_spec(
     if inferred:
         folder = listings[0].folder
         if not len(headers):
-            raise DataError(
-                "none of the recordings can be read",
-                code="nothing-readable",
-                path=folder,
-                remedy=f"run `leakmel scan {shlex.quote(show_path(folder))} --content`, which lists the problems of each recording",
-            )
+            command = f"leakmel scan {shlex.quote(errors.show_path(folder))} --content"
+            remedy = f"run `{command}`, which lists the problems of each recording"
+            what = "none of the recordings can be read"
+            raise errors.DataError(what, code="nothing-readable", path=folder, remedy=remedy)
         usable = _long_enough(headers, given)
         values = {"sample_rate": usable[:, 0].tolist(), "duration_s": (usable[:, 1] / usable[:, 0]).tolist()}
         most, n_most = Counter(zip(*(values[name] for name in inferred))).most_common(1)[0]
         if 2 * n_most > len(usable):
             given |= dict(zip(inferred, most))
-            reason = (
-                f"{' and '.join(names[x] for x in inferred)} of {n_most:,} of {len(headers):,} recordings"
-            )
+            what = " and ".join(names[x] for x in inferred)
+            reason = f"{what} of {n_most:,} of {len(headers):,} recordings"
         elif "duration_s" in inferred and (similar := _similar_length(usable)):
             rate, shortest, n = similar
             given |= {"sample_rate": rate} if "sample_rate" in inferred else {}
             reason = f"the shortest of {n:,} of {len(headers):,} recordings with lengths within 10 % of the median, rounded down"
-            with suppress(SpecError):  # a window may need the last samples
+            with suppress(errors.SpecError):  # a window may need the last samples
                 _spec_of_settings(given | {"duration_s": _round_down(shortest)})
                 shortest = _round_down(shortest)
             given["duration_s"] = shortest
@@ -377,27 +350,26 @@ def check_target(
     from leakmel.dataset.file.schema import open_file
 
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(root)):
-        raise OutputError(
+        what, remedy = (
             "the output file lies inside the data folder",
-            code="inside-data",
-            path=target,
-            remedy="choose a folder outside the data folder",
+            "choose a folder outside the data folder",
         )
+        raise errors.OutputError(what, code="inside-data", path=target, remedy=remedy)
     if os.path.isdir(target):
-        raise OutputError(
+        raise errors.OutputError(
             "the output path is a folder, but it must be a file",
             code="output-is-folder",
             path=target,
-            remedy=f"give a file name, for example {show_path(target / 'TRAINING_DATASET.H5')}",
+            remedy=f"give a file name, for example {errors.show_path(target / 'TRAINING_DATASET.H5')}",
         )
     if os.path.exists(target):
         try:
             with open_file(target) as f:
                 reason = "" if "segments_mel" in f else "another HDF5 file"
-        except VerifyError as e:
+        except errors.VerifyError as e:
             reason = str(e.found or e)
         if reason:
-            raise OutputError(
+            raise errors.OutputError(
                 "the path exists and cannot be read as a data set, so it is not replaced",
                 code="output-exists",
                 path=target,
@@ -409,13 +381,9 @@ def check_target(
         if not os.access(target.parent, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "")
     except OSError as e:
-        cause, remedy = explain(e, target.parent, writing=True)
-        raise OutputError(
-            f"the output folder cannot be written ({cause})",
-            code="output-not-writable",
-            path=target.parent,
-            remedy=remedy,
-        ) from e
+        cause, remedy = errors.explain(e, target.parent, writing=True)
+        what = f"the output folder cannot be written ({cause})"
+        raise errors.OutputError(what, code="output-not-writable", path=target.parent, remedy=remedy) from e
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #cdb738a4
 def _missing_labels(manifest: Manifest) -> list[str]:
@@ -439,7 +407,7 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
     "Check that a split has recordings, and that each label has some."
     if len(listing) == 0:
         seen = (note.message for note in manifest.notes if note.kind in ("other_format", "passed_over"))
-        raise DataError(
+        raise errors.DataError(
             "the folder contains no recordings",
             code="no-recordings",
             path=listing.folder,
@@ -448,7 +416,7 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
         )
     by_folder = manifest.naming.labels_by_folder
     if not manifest.label_names and manifest.table_path is not None:
-        raise DataError(
+        raise errors.DataError(
             "the table has no label for any recording",
             code="no-label",
             path=manifest.table_path,
@@ -456,16 +424,16 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             remedy=f"fill in the column label, or score the recordings with a detector ({predict_command(manifest)})",
         )
     if not manifest.label_names and not by_folder:
-        raise DataError(
+        raise errors.DataError(
             "the pattern matches no recording",
             code="pattern-matches-nothing",
             path=listing.folder,
             found=f"{len(listing)} recordings, for example {listing.show(0)}",
-            expected=show_path(manifest.naming.pattern),
+            expected=errors.show_path(manifest.naming.pattern),
             remedy="test the pattern with leakmel scan ROOT --pattern TEXT",
         )
     if not manifest.label_names:
-        raise DataError(
+        raise errors.DataError(
             "the folder contains no label folders",
             code="no-label-folders",
             path=listing.folder,
@@ -473,18 +441,15 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             expected="one folder per label",
             remedy="give the parent of the label folders, or give the labels with --table or --pattern (scan)",
         )
-    shown = Counter(map(show_path, manifest.label_names))
+    shown = Counter(map(errors.show_path, manifest.label_names))
     if twins := [name for name, n in shown.items() if n > 1]:
-        raise DataError(
-            f"two label folders have the same printed name: {twins[0]}",
-            code="labels-alike",
-            path=manifest.root,
-            remedy="rename one of them; label names are stored as text",
-        )
+        what = f"two label folders have the same printed name: {twins[0]}"
+        remedy = "rename one of them; label names are stored as text"
+        raise errors.DataError(what, code="labels-alike", path=manifest.root, remedy=remedy)
     missing = _labels_without_recordings(manifest) if by_folder else []  # other labels come from recordings
     if missing:
-        raise DataError(
-            f"labels have no recordings in any split: {', '.join(map(show_path, missing))}",
+        raise errors.DataError(
+            f"labels have no recordings in any split: {', '.join(map(errors.show_path, missing))}",
             code="empty-label",
             path=manifest.root,
             remedy="add recordings or move the folder elsewhere: a class needs examples",
@@ -516,13 +481,10 @@ def checked_inputs(manifest: Manifest, targets: Sequence[Target], spec: SpecLike
             check_listing(listing, manifest)
         decision = decide_spec(spec, [listing for listing, _ in targets])
         if not decision.has_majority:
-            s = decision.spec
+            taken = f"{decision.spec.sample_rate:,} Hz and {decision.spec.duration_s:g} s are taken"
+            why = f"{decision.reason}; {decision.changes_text}"
             log.warning(
-                "The recordings differ: %s Hz and %g s are taken (%s; %s). Other values: --sample-rate, --duration-s",
-                f"{s.sample_rate:,}",
-                s.duration_s,
-                decision.reason,
-                decision.changes_text,
+                "The recordings differ: %s (%s). Other values: --sample-rate, --duration-s", taken, why
             )
         yield decision
     except BaseException:
@@ -568,9 +530,8 @@ def propose_build(
     manifest: Manifest,
     root: str,  # folder as the user gave it
     *,
-    options: Sequence[
-        str
-    ] = (),  # words of the command line that name the recordings, for example ["--table", "a.csv"]
+    # words of the command line that name the recordings, for example ["--table", "a.csv"]
+    options: Sequence[str] = (),
     spec: SpecLike = None,  # as for `build`
 ) -> BuildProposal:
     "Propose the first build of a folder."
@@ -603,11 +564,11 @@ def propose_build(
             ways = _options_of(_long_enough(decision.headers, given), given)
             alternatives = [text for text, new in ways.items() if not new.items() <= taken.items()]
         if manifest.content is None:  # else the problems of the content name them
-            cautions += _tied_headers(decision, [show_path(name) for name in manifest.label_names])
+            cautions += _tied_headers(decision, [errors.show_path(name) for name in manifest.label_names])
     except UnicodeDecodeError:
         reason = "the name of the folder is not valid UTF-8, so no command can be shown"
         return BuildProposal("", (), reason, groups, tuple(cautions))
-    except LeakmelError as e:
+    except errors.LeakmelError as e:
         return BuildProposal("", (), str(e), groups, tuple(cautions))
     return BuildProposal(command, tuple(alternatives), reason, groups, tuple(cautions))
 

@@ -12,27 +12,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from leakmel.audio.conform import digests_of, quality
+from leakmel.audio.conform import FIGURES, digests_of, quality
 from leakmel.audio.problems import Columns
 from leakmel.audio.listing import part_range
 from leakmel.audio.manifest import Manifest
 from leakmel.audio.wav import digest_of
-from leakmel.core.errors import (
-    DataError,
-    LeakmelError,
-    MachineError,
-    OutputError,
-    UsageError,
-    VerifyError,
-    show_path,
-)
+from leakmel.core import errors
 from leakmel.core.files import delayed_signals, require_space, write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
@@ -40,21 +31,7 @@ from leakmel.core.store import LocalCopies, absolute_folder
 from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset.check.consistency import Sources
 from leakmel.dataset.check.verify import VerifyReport, check_data_set
-from leakmel.dataset.file.schema import (
-    PARTS,
-    Metadata,
-    Rejected,
-    byte_column,
-    consecutive_runs,
-    digest_of_metadata,
-    extra_columns,
-    machine_fault,
-    mapped_zeros,
-    name_columns,
-    open_file,
-    root_attributes,
-    rows_of_names,
-)
+from leakmel.dataset.file import schema
 from leakmel.dataset.file.writer import RowFile, allocated_bytes, part_bytes, part_offsets, read_at, write_at
 from leakmel.dataset.run.config import PipelineConfig, Workers
 from leakmel.dataset.run.existing import (
@@ -70,18 +47,7 @@ from leakmel.dataset.run.existing import (
 )
 from leakmel.dataset.run.inputs import SpecDecision, SpecLike, Target
 from leakmel.dataset.run.modes import MODES, CachedReader, Preloaded
-from leakmel.dataset.source.loader import (
-    ENCODINGS,
-    FACTS,
-    STATUSES,
-    BadFilesError,
-    BatchReader,
-    ObjectReader,
-    Slot,
-    check_rejected_share,
-    first_bad_file,
-    words_of,
-)
+from leakmel.dataset.source import loader
 from leakmel.mel.engines import Engine
 from leakmel.mel.spec import MelSpec
 
@@ -101,16 +67,12 @@ def segment_view(
 ) -> np.ndarray:  # [B, L, S, short_window], read-only, of the same memory
     "Return the short segments of some recordings as a view."
     row, step = samples.strides
-    return as_strided(
-        samples,
-        (len(samples), *waveform_shape(spec)),
-        (row, spec.long_hop * step, spec.short_hop * step, step),
-        writeable=False,
-    )
+    strides = (row, spec.long_hop * step, spec.short_hop * step, step)
+    return as_strided(samples, (len(samples), *waveform_shape(spec)), strides, writeable=False)
 
 # %% ../../../nbs/dataset/run/job.ipynb #1ba1f14e
 def store_waveforms(
-    slot: Slot,  # read, and not yet given back
+    slot: loader.Slot,  # read, and not yet given back
     spec: MelSpec,
     file: RowFile,  # made with room for waveforms
     digests: np.ndarray,  # [n_candidates] S32, filled in
@@ -127,19 +89,19 @@ def store_waveforms(
     return n_bytes
 
 # %% ../../../nbs/dataset/run/job.ipynb #c70a89ac
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class BuildRequest:
     "Arguments of a build; raises UsageError for a wrong type or mode."
 
     root: str | os.PathLike  # data folder
     spec: SpecLike
     engine: str | Engine  # name, "auto", or an open engine
-    mode: str = "stream"  # how recordings are read
-    preloaded: Preloaded | None = None  # recordings in memory or in a cache file
     config: PipelineConfig
     check: int | None  # rows to recompute in float64 before publishing; None: all
     progress: str
     with_waveforms: bool
+    mode: str = "stream"  # how recordings are read
+    preloaded: Preloaded | None = None  # recordings in memory or in a cache file
     fresh: bool = False  # compute every row, also those of earlier builds
     stop_file: Path | None = None  # where this file appears, the build stops
 
@@ -147,18 +109,15 @@ class BuildRequest:
         mode, ready = self.mode, self.preloaded
         for value, kind in ((self.config, PipelineConfig), (ready, Preloaded | None)):
             if not isinstance(value, kind):
-                raise UsageError(
-                    "pipeline or preloaded has the wrong type",
-                    code="wrong-type",
-                    found=repr(value),
-                    expected=getattr(kind, "__name__", str(kind)),
-                )
+                what, right = "pipeline or preloaded has the wrong type", getattr(kind, "__name__", str(kind))
+                raise errors.UsageError(what, code="wrong-type", found=repr(value), expected=right)
         if mode not in MODES:
-            raise UsageError(
-                "the mode is unknown", code="unknown-mode", found=repr(mode), expected=" or ".join(MODES)
+            known = " or ".join(MODES)
+            raise errors.UsageError(
+                "the mode is unknown", code="unknown-mode", found=repr(mode), expected=known
             )
         if ready is not None and mode not in ("auto", ready.choice.used, ready.choice.asked):
-            raise UsageError(
+            raise errors.UsageError(
                 "the requested mode differs from the mode of the preloaded recordings",
                 code="mode-conflict",
                 found=f"mode={mode!r}",
@@ -220,21 +179,20 @@ class Job:
         self.spec = spec
         self.file = file
         self.split = target.split
-        self.plain = BatchReader(listing, spec, on_bad_file=on_bad_file)
+        self.plain = loader.BatchReader(listing, spec, on_bad_file=on_bad_file)
         self.copies = LocalCopies(listing.folder)  # of objects, for readers and verification
-        self.reader: BatchReader | CachedReader | ObjectReader = self.plain
+        self.reader: loader.BatchReader | CachedReader | loader.ObjectReader = self.plain
         self.cache_use = self.plain.cache_use  # what this build read from files
         # how the recordings are read, for the summary
         self.mode: dict[str, Any] = {"mode": "none", "mode_lines": [], "held_bytes": 0, "held_seconds": 0.0}
         self.pinned: str | None = None  # "allocated" or "reused" memory of the slots
         # facts about candidates
-        self.facts = mapped_zeros(n, FACTS)
-        self.moments = mapped_zeros(n, ("f8", 5))  # of 16-bit rows; other figures are in the facts
-        self.row_digests = mapped_zeros(n, "S32")
+        self.facts = schema.mapped_zeros(n, loader.FACTS)
+        self.row_digests = schema.mapped_zeros(n, "S32")
         self.waveform_digests = None if file.waveform_shape is None else np.zeros(n, "S32")
         self.good = np.zeros(n, bool)  # which candidates have become rows
         self.matched = np.zeros(n, bool)  # rows in the file that were read back and match their digest
-        self.rejected: list[Rejected] = []
+        self.rejected: list[schema.Rejected] = []
         self.n_done = 0  # candidates written or rejected
         self._lock = threading.Lock()
         # earlier builds
@@ -249,12 +207,8 @@ class Job:
         self.named: dict[str, np.ndarray] | None = None  # `name_columns` of all candidates
         self.folders = np.zeros(0, np.int64)  # `folder_inodes` of all candidates, before they are read
         # expected rows for verification
-        self.sources: Sources | None = Sources(
-            os.fsencode(absolute_folder(listing.folder)),
-            spec,
-            keep_samples=file.waveform_shape is not None,
-            copies=self.copies,
-        )
+        folder, keep = os.fsencode(absolute_folder(listing.folder)), file.waveform_shape is not None
+        self.sources: Sources | None = Sources(folder, spec, keep_samples=keep, copies=self.copies)
         self.checked = (0, 0)  # rows checked, and rows to check
         self.columns: Columns | None = None  # of the published data set: what problems are found from
         self.gains = np.zeros(0)  # [rows] of the published data set, by the names
@@ -269,20 +223,20 @@ class Job:
     def parse_names(self) -> None:
         "Compute what depends on the names of all candidates while they are read, so that it does not follow the last row."
         if self.listing.parts is None and self.listing.naming.source == "folders":
-            self.named = name_columns(self.listing.paths)
+            self.named = schema.name_columns(self.listing.paths)
 
-    def take(self, slot: Slot) -> tuple[int, bool]:
+    def take(self, slot: loader.Slot) -> tuple[int, bool]:
         "Write the rows of a computed slot, read them back and store its facts; return the bytes written and whether the job is complete."
         mine = slice(slot.first, slot.first + slot.n)  # candidates, each of which belongs to one thread
         if self.matched[mine].any():  # rows that were read back must not change any more
-            raise VerifyError(
-                "a batch would replace rows of another one", code="wrong-rows", path=self.file.target
-            )
+            what = "a batch would replace rows of another one"
+            raise errors.VerifyError(what, code="wrong-rows", path=self.file.target)
         n_bytes = self.file.write(slot.first, slot.mels[: slot.n])
         if self.waveform_digests is not None:
             n_bytes += store_waveforms(slot, self.spec, self.file, self.waveform_digests)
+        for name, values in quality(slot.moments[: slot.n], self.spec.n_samples, True).items():
+            np.copyto(slot.facts[name], values, where=~slot.facts["figured"])
         self.facts[mine] = slot.facts
-        self.moments[mine] = slot.moments[: slot.n]
         self.row_digests[mine] = digests_of(slot.mels[: slot.n])
         self.good[mine] = slot.facts["good"]
         if self.read_back:
@@ -295,13 +249,12 @@ class Job:
     def keep(
         self,
         known: np.ndarray,  # [k] KNOWN, candidates whose rows lie in the file already
-        rejected: Sequence[Rejected] = (),
+        rejected: Sequence[schema.Rejected] = (),
         numbers: Sequence[int] | np.ndarray = (),  # candidates of the rejected files
     ) -> None:
         "Register candidates that earlier builds processed; called before any thread starts."
         k = known["number"]
         self.facts[k] = known["facts"]
-        self.moments[k] = known["moments"]
         self.row_digests[k] = known["digest"]
         if self.waveform_digests is not None:
             self.waveform_digests[k] = known["waveform_digest"]
@@ -318,7 +271,6 @@ class Job:
         known["number"] = k
         known["size"], known["mtime_ns"] = self.listing.sizes[k], self.listing.mtimes_ns[k]
         known["facts"] = self.facts[k]
-        known["moments"] = self.moments[k]
         known["digest"] = self.row_digests[k]
         if self.waveform_digests is not None:
             known["waveform_digest"] = self.waveform_digests[k]
@@ -337,7 +289,7 @@ class Job:
             if (
                 keep and not self.file.is_packed
             ):  # without an open journal (a data set is checked, or there is no room) all is entered
-                with suppress(OSError, LeakmelError):
+                with suppress(OSError, errors.LeakmelError):
                     journal.enter(self.entry)
                 n_kept = journal.n_entered
             with suppress(OSError):
@@ -347,67 +299,48 @@ class Job:
         return n_kept
 
 # %% ../../../nbs/dataset/run/job.ipynb #d161a17a
-_FIGURES_BLOCK = 16_384  # rows: what is computed on the way stays in the processor's cache
-_FACT_COLUMNS = (
-    "sample_rate",
-    "n_samples",
-    "channels",
-    "digest",
-    "rms_db",
-    "peak",
-    "clipped_share",
-    "dc_offset",
-)
+_FACT_COLUMNS = ("sample_rate", "n_samples", "channels", "digest", *(FIGURES.names or ()))
 
 # %% ../../../nbs/dataset/run/job.ipynb #b493b564
-def _name_columns(job: Job, keep: np.ndarray) -> dict[str, np.ndarray]:
-    "Return paths and parsed names of the rows; each column is as wide as its longest text."
-    listing, is_whole = job.listing, len(keep) == len(job.listing)
-    named, job.named = job.named, None
+def _name_columns(job: Job, keep: np.ndarray, paths: list[bytes]) -> dict[str, np.ndarray]:
+    "Return the parsed names of the rows; each column is as wide as its longest text."
+    listing, named, job.named = job.listing, job.named, None
     if named is not None:
-        return named if is_whole else rows_of_names(named, keep)
-    names = None
+        return named if len(keep) == len(listing) else schema.rows_of_names(named, keep)
     if listing.parts is not None or listing.naming.source != "folders":
-        names = list(map(listing.names.__getitem__, keep))
-    return name_columns(listing.paths if is_whole else [listing.paths[k] for k in keep.tolist()], names)
+        return schema.name_columns(paths, list(map(listing.names.__getitem__, keep)))
+    return schema.name_columns(paths)
 
 
 def job_metadata(
     job: Job,  # finished
     run: BuildContext,
-) -> Metadata:
+) -> schema.Metadata:
     "Return the metadata of a job's data set; release the facts that have become columns."
     listing = job.listing
-    for start in range(0, len(listing), _FIGURES_BLOCK):
-        facts, moments = (x[start : start + _FIGURES_BLOCK] for x in (job.facts, job.moments))
-        for name, values in quality(moments, job.spec.n_samples, True).items():
-            np.copyto(facts[name], values, where=~facts["figured"])
-    job.moments = job.moments[:0].copy()
     keep = np.flatnonzero(job.good)
 
     def rows(values: np.ndarray) -> np.ndarray:
         return values if len(keep) == len(listing) else values[keep]
 
-    if run.manifest.part_of:  # the join parses the names, and reads the table
-        columns = {"path": byte_column(list(compress(listing.paths, job.good.tolist())))}
-    else:
-        columns = _name_columns(job, keep)
-        columns |= extra_columns({n: [texts[k] for k in keep.tolist()] for n, texts in listing.extra.items()})
-    columns["encoding"] = words_of(rows(job.facts["encoding"]), ENCODINGS)
-    columns["status"] = words_of(rows(job.facts["status"]), STATUSES)
+    paths = listing.paths if len(keep) == len(listing) else [listing.paths[k] for k in keep.tolist()]
+    columns = {"path": schema.byte_column(paths)}
+    if not run.manifest.part_of:  # the join parses the names, and reads the table
+        columns |= _name_columns(job, keep, paths)
+        columns |= schema.extra_columns(
+            {n: [texts[k] for k in keep.tolist()] for n, texts in listing.extra.items()}
+        )
+    columns["encoding"] = loader.words_of(rows(job.facts["encoding"]), loader.ENCODINGS)
+    columns["status"] = loader.words_of(rows(job.facts["status"]), loader.STATUSES)
     columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
-    columns["silent"] = rows(job.facts["silent"]).astype(np.uint8)
-    meta = Metadata(
+    columns["silent"] = columns["silent"].astype(np.uint8)
+    names, engine = run.manifest.label_names, run.engine.identity
+    attributes = schema.root_attributes(
+        job.spec, engine, run.fingerprint, names, listing.split, len(keep), listing.naming
+    )
+    meta = schema.Metadata(
         job.spec,
-        root_attributes(
-            job.spec,
-            run.engine.identity,
-            run.fingerprint,
-            run.manifest.label_names,
-            listing.split,
-            len(keep),
-            listing.naming,
-        ),
+        attributes,
         rows(listing.label_ids),
         columns,
         rows(job.row_digests),
@@ -419,24 +352,6 @@ def job_metadata(
     return meta
 
 # %% ../../../nbs/dataset/run/job.ipynb #b7380f52
-_PROBLEM_COLUMNS = ("sensor", "status", "encoding", *_FACT_COLUMNS)
-
-
-def note_columns(job: Job, meta: Metadata, label_names: tuple[str, ...]) -> None:
-    "Store in the job the columns that the rules of `audio.problems` need."
-    paths = list(compress(job.listing.paths, job.good.tolist())) if meta.rejected else job.listing.paths
-    job.columns = Columns(
-        (job.listing.place,),
-        label_names,
-        np.zeros(len(meta.labels), np.int64),
-        meta.labels.astype(np.int64),
-        paths,
-        silent=np.asarray(meta.columns["silent"], bool),
-        **{name: np.asarray(meta.columns[name]) for name in _PROBLEM_COLUMNS},
-    )
-    job.gains = np.asarray(meta.columns["gain"])
-
-
 def report_paths(target: Path) -> tuple[Path, Path]:
     "Return the paths of the timeline and the report of a data set."
     return target.with_name(f"{target.name}.timeline.json"), target.with_name(f"{target.name}.report.json")
@@ -449,11 +364,10 @@ def may_resume(
     error: BaseException,  # that ended a build
 ) -> bool:
     "Return whether a later build may reuse the rows: the error was not caused by rows or engine."
-    if isinstance(error, DataError) and error.code in _CHANGED_OUTSIDE:
+    if isinstance(error, errors.DataError) and error.code in _CHANGED_OUTSIDE:
         return True  # the journal knows which recordings are still the same
-    return not isinstance(error, Exception) or isinstance(
-        error, MachineError | OutputError | MemoryError | BadFilesError
-    )
+    others = errors.MachineError | errors.OutputError | MemoryError | loader.BadFilesError
+    return not isinstance(error, Exception) or isinstance(error, others)
 
 # %% ../../../nbs/dataset/run/job.ipynb #9711799e
 _READ_TOGETHER = 1 << 20  # bytes of rows; they stay in the processor's cache
@@ -474,10 +388,10 @@ def _restore_places(
     for (name, goal, n_bytes), begin in reversed(
         [*zip(file.parts, begins)]
     ):  # waveforms first: rows take their place
-        runs = consecutive_runs(numbers, places, most=max(1, _READ_TOGETHER // n_bytes))
+        runs = schema.consecutive_runs(numbers, places, most=max(1, _READ_TOGETHER // n_bytes))
         for run in reversed([*runs]):  # no item is written over another one
             items = np.empty((run.stop - run.start, n_bytes), np.uint8)
-            with suppress(VerifyError):  # the file was cut: the digests differ
+            with suppress(errors.VerifyError):  # the file was cut: the digests differ
                 read_at(file.fd, items, begin + run.start * n_bytes)
             fine = digests_of(items) == known[name][run]
             for number, item in zip(numbers[run][fine].tolist(), items[fine]):
@@ -497,7 +411,7 @@ def _resume_rows(job: Job, journal: Journal) -> None:  # raises OSError
         known = known[good]
         for part, (name, _, n_bytes) in enumerate(file.parts):
             fine, k = np.zeros(len(known), bool), known["number"]
-            for run in consecutive_runs(k, most=max(1, _READ_TOGETHER // n_bytes)):
+            for run in schema.consecutive_runs(k, most=max(1, _READ_TOGETHER // n_bytes)):
                 fine[run] = file.match_digests(int(k[run.start]), known[name][run], part)
             known = known[fine]
         job.keep(known)
@@ -510,14 +424,14 @@ def _copy_rows(
     file, left = job.file, ~job.kept[existing.known["number"]]
     known, places = existing.known[left], existing.places[left]
     fine = np.ones(len(known), bool)
-    with open_file(existing.path) as f, open(existing.path, "rb", buffering=0) as raw:
+    with schema.open_file(existing.path) as f, open(existing.path, "rb", buffering=0) as raw:
         for part, (name, _, n_bytes) in enumerate(file.parts):
-            items = f[PARTS[part]]
+            items = f[schema.PARTS[part]]
             # read without the HDF5 library: 3 times faster
             offset = None if existing.compressed else items.id.get_offset()
             most = max(1, _READ_TOGETHER // n_bytes)
             buffer = np.empty((most, n_bytes), np.uint8)
-            for run in consecutive_runs(known["number"], places, most=most):
+            for run in schema.consecutive_runs(known["number"], places, most=most):
                 start, n = int(places[run.start]), run.stop - run.start
                 if offset is None:
                     block = items[start : start + n]
@@ -534,14 +448,8 @@ def _copy_rows(
     return known[fine]
 
 # %% ../../../nbs/dataset/run/job.ipynb #9fcc0fed
-_LEFTOVERS = (
-    ".{}.partial",
-    ".{}.partial.gz",
-    ".{}.journal",
-    ".{}.timeline.json.new",
-    ".{}.report.json.new",
-    "..{}.state.new",
-)
+_REPORTS = (".{}.timeline.json.new", ".{}.report.json.new", "..{}.state.new")
+_LEFTOVERS = (".{}.partial", ".{}.partial.gz", ".{}.journal", *_REPORTS)
 
 
 def _new_job(run: BuildContext, target: Target, start: str) -> Job:
@@ -569,7 +477,7 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
     if not job.is_complete():
         return None
     meta = job_metadata(job, run)
-    job.is_up_to_date = digest_of_metadata(meta) == existing.digest
+    job.is_up_to_date = schema.digest_of_metadata(meta) == existing.digest
     if not job.is_up_to_date or not all(report.is_file() for report in report_paths(path)):
         return None
     with run.timeline.span("verify", "main", split=job.split) as moved:
@@ -583,13 +491,11 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
         )
         moved.n_files = job.report.checked
     if not job.report.ok:
-        log.warning(
-            "%s failed verification and is rebuilt: %s", show_path(path), "; ".join(job.report.problems[:3])
-        )
+        found = "; ".join(job.report.problems[:3])
+        log.warning("%s failed verification and is rebuilt: %s", errors.show_path(path), found)
         return None
     job.published_s = run.timeline.now_s()
     job.changes = existing.changes
-    note_columns(job, meta, run.manifest.label_names)
     with delayed_signals():
         for name in _LEFTOVERS:
             with suppress(OSError):
@@ -611,11 +517,8 @@ def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputErro
         )
         journal = Journal(journal_path(path), identity, every_bytes=config.journal_bytes, sync=config.fsync)
         if why := journal.past.refusal:
-            log.warning(
-                "%s: cannot resume the interrupted build, so all rows are computed again: %s",
-                show_path(path),
-                why,
-            )
+            text = "%s: cannot resume the interrupted build, so all rows are computed again: %s"
+            log.warning(text, errors.show_path(path), why)
     job = _new_job(run, target, "resume" if journal is not None and journal.past.entries else "new")
     job.journal, job.folders = journal, folders
     return job
@@ -642,23 +545,18 @@ def _keep_rows(
                 try:
                     copied = _copy_rows(job, existing)
                 except Exception as e:
-                    raise machine_fault(e, existing.path) from e.__cause__
+                    raise schema.machine_fault(e, existing.path) from e.__cause__
                 moved.n_files = job.n_copied = len(copied)
             job.changes = existing.changes
             job.keep(copied, existing.rejected, existing.numbers)
         if job.n_done:
-            log.info(
-                "%s: of %d rows, %d are resumed from an interrupted build and %d are copied from the existing data set",
-                job.split,
-                len(job.listing),
-                job.n_resumed,
-                job.n_copied,
-            )
+            text = "%s: of %d rows, %d are resumed from an interrupted build and %d copied from the data set"
+            log.info(text, job.split, len(job.listing), job.n_resumed, job.n_copied)
     bad = [r for r in job.rejected if r.code != "dry"]
     if bad and config.on_bad_file == "stop":
-        raise first_bad_file(job.listing, min(bad, key=lambda r: r.path))
+        raise loader.first_bad_file(job.listing, min(bad, key=lambda r: r.path))
     if job.is_up_to_date:
-        check_rejected_share(job.listing, job.rejected, config.max_rejected)
+        loader.check_rejected_share(job.listing, job.rejected, config.max_rejected)
 
 # %% ../../../nbs/dataset/run/job.ipynb #aa11bb01
 def _enter_part(job: Job, journal: Journal, path: Path) -> None:
@@ -691,12 +589,12 @@ def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises Da
                     path.with_suffix(JOINED).unlink(missing_ok=True)
                     lost.append(number)
                 continue
-            own = job.listing.part(number, parts.n_parts)
             if path.suffix == ".empty":  # its recordings are read again
                 continue
+            own = job.listing.part(number, parts.n_parts)
             found = open_existing(path, own, *settings, was_listed=is_new)
             if found is None:
-                raise DataError(
+                raise errors.DataError(
                     "the data set of a part is damaged, or was built with other settings or by another release",
                     code="part-unusable",
                     path=path,
@@ -719,7 +617,7 @@ def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises Da
     left, now = left[now["size"] >= 0], now[now["size"] >= 0]
     job.listing.sizes[left], job.listing.mtimes_ns[left] = now["size"], now["mtime_ns"]
     if lost:
-        raise DataError(
+        raise errors.DataError(
             "rows of parts that were joined before are lost: another build used the file of this data set, or the rows were wrong",
             code="part-unusable",
             path=job.file.partial,
@@ -767,7 +665,7 @@ def open_jobs(
         yield jobs
     except BaseException as e:
         # parts whose rows were moved are gone: their rows are kept unless they are wrong
-        keep = may_resume(e) or (parts is not None and not isinstance(e, VerifyError))
+        keep = may_resume(e) or (parts is not None and not isinstance(e, errors.VerifyError))
         with delayed_signals():
             n_kept = sum(job.close(keep=keep) for job in jobs)
         if n_kept:

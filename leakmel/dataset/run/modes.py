@@ -6,7 +6,7 @@
 __all__ = ['Preloaded', 'with_spec_rules', 'preload']
 
 # %% ../../../nbs/dataset/run/modes.ipynb #45ac9297
-import errno, json, logging, math, os, re, stat, threading, time
+import json, logging, math, os, re, stat, threading, time
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ import numpy as np
 from leakmel.audio.conform import digests_of
 from leakmel.audio.listing import Listing
 from leakmel.audio.manifest import Manifest
-from leakmel.audio.wav import CacheUse, OutOfMemory, digest_of, is_in_cache, pread_all
+from leakmel.audio.wav import CacheUse, OutOfMemory, digest_of, is_in_cache
 from leakmel.core.errors import DataError, MachineError, OutputError, UsageError, VerifyError, show_path
 from leakmel.core.files import open_private, read_at, require_space, sealed, unsealed, write_at, write_errors
 from leakmel.core.locks import OutputLock
@@ -109,12 +109,11 @@ class SampleCache:
         for i in np.flatnonzero(slot.facts["good"] & ~slot.facts["whole"]).tolist():
             row = slot.input[i]
             with self._lock:
-                place = self.end
+                rows["place"][i] = place = self.end
                 self.end += row.nbytes
             if self.end > self.most_bytes:
                 raise MemoryError
             write_at(self.fd, row.data.cast("B"), place)
-            rows["place"][i] = place
             rows["digest"][i] = digest_of(row)
 
     def read(self, out: np.ndarray, offset: int) -> None:
@@ -141,20 +140,19 @@ class SampleCache:
         """
         try:
             with os.fdopen(open_private(path), "rb") as file:
-                fd = file.fileno()
-                n = os.fstat(fd).st_size - 8
-                start = int.from_bytes(pread_all(fd, 8, max(0, n)), "little")
-                if start > n:
+                n = os.fstat(file.fileno()).st_size - 8
+                file.seek(max(0, n))
+                if (start := int.from_bytes(file.read(), "little")) > n:
                     raise ValueError("not a complete cache file")
-                head, _, rows = unsealed(pread_all(fd, n - start, start), strict=True).partition(b"\n")
+                file.seek(start)
+                head, _, rows = unsealed(file.read(n - start), strict=True).partition(b"\n")
                 about = json.loads(head)
                 if key not in (None, about["key"]):
                     raise ValueError("the cache file holds other recordings")
-                cache = cls(about.pop("key"), 0, n_samples, fd=os.dup(fd))
+                cache = cls(about.pop("key"), 0, n_samples, fd=os.dup(file.fileno()))
         except ValueError as e:
-            raise DataError(
-                "the cache file cannot be used", code="invalid-cache-file", path=path, found=str(e)
-            ) from e
+            what = "the cache file cannot be used"
+            raise DataError(what, code="invalid-cache-file", path=path, found=str(e)) from e
         cache.rows = np.frombuffer(rows, CACHED)
         cache.about = about
         cache.path = path
@@ -175,7 +173,6 @@ class CachedReader:
     def __init__(self, cache: SampleCache, plain: BatchReader):
         self.cache = cache
         self.plain = plain
-        self.listing = plain.listing
         self.cache_use = CacheUse()  # bytes requested from a cache file; 0 for memory
         self._warned = False
         if not cache.in_memory:
@@ -184,7 +181,7 @@ class CachedReader:
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's rows; return the bytes of their files."
-        listing, mine = self.listing, slice(slot.first, slot.first + slot.n)
+        listing, mine = self.plain.listing, slice(slot.first, slot.first + slot.n)
         samples, rows, wide = slot.samples[: slot.n], self.cache.rows[mine], dict[int, np.ndarray]()
         facts, labelled = rows["facts"], listing.label_ids[mine] >= 0
         cached = facts["good"] & labelled
@@ -209,8 +206,9 @@ class CachedReader:
         if fine.any():
             self.plain.read_failures.given()
         slot.facts[fine] = facts[fine]
-        for i in wide.keys() & set(np.flatnonzero(fine).tolist()):
-            slot.widen(i, wide[i])
+        for i in wide:
+            if fine[i]:
+                slot.widen(i, wide[i])
         with self.plain.cache_use.delivering():
             for i in np.flatnonzero(~fine).tolist():
                 self.plain.fill_row(slot, i)
@@ -220,14 +218,12 @@ class CachedReader:
 
     def _warn(self, what: str) -> None:
         "Log once that recordings are read from their files."
-        path = self.cache.path
-        was_warned = self._warned
-        self._warned = True
-        until = ""
+        until, path = "", self.cache.path
         if path is not None:
             command = f"leakmel machine cache clear --cache-dir {quote(show_path(path.parent))}"
             until = f", until {command} removes {show_path(path.name)}"
-        if not was_warned:
+        if not self._warned:
+            self._warned = True
             log.warning("%s: the recordings are read from their files instead%s", what, until)
 
 # %% ../../../nbs/dataset/run/modes.ipynb #0c3987cf
@@ -244,14 +240,13 @@ def load(
     "Read all recordings of a listing into a cache, with a progress bar."
     n_files, split = len(reader.listing), reader.listing.split or reader.listing.folder.name
     firsts = iter(range(0, n_files, LOAD_FILES))
-    ahead = plan_read_ahead([reader], config.read_ahead)  # prefetches recordings
+    ahead = plan_read_ahead([reader], config.read_ahead)
     finished = threading.Event()
     n_read = 0
 
     def leave(n: int) -> None:
         finished.set()
-        if ahead is not None:
-            ahead.stop()
+        ahead.stop()
 
     lanes = ThreadGroup(leave)
 
@@ -263,8 +258,7 @@ def load(
                 if lanes.stopping.is_set():
                     break
                 slot.begin(None, first // LOAD_FILES, first, min(LOAD_FILES, n_files - first))
-                if ahead is not None:
-                    ahead.take(slot.n)
+                ahead.take(slot.n)
                 with timeline.span("read", lane, split=split, batch=slot.batch) as moved:
                     moved.n_bytes = reader.fill(slot)
                     moved.n_files = slot.n
@@ -274,18 +268,14 @@ def load(
                 with lanes.lock:
                     n_read += slot.n
         except (MemoryError, OutOfMemory) as e:
-            raise NoMemory(
-                "the recordings need more memory than ram_fraction allows",
-                code="no-memory",
-                remedy="use mode='stream'",
-            ) from e
+            what = "the recordings need more memory than ram_fraction allows"
+            raise NoMemory(what, code="no-memory", remedy="use mode='stream'") from e
         if n_read == n_files:
             finished.set()
 
     for i in range(config.read_workers or min(16, 4 * usable_cores(), max(1, n_files // 8))):
         lanes.add(f"loader-{i}", work)
-    if ahead is not None:
-        lanes.add("read-ahead", ahead.run)
+    lanes.add("read-ahead", ahead.run)
     label = f"{split}: {'preload' if cache.in_memory else 'cache file'}"
     with Progress(n_files, label=label, show=progress) as bar:
         run_threads(lanes, finished, lambda: bar.update(n_read))
@@ -319,25 +309,19 @@ def open_cache(
     reader: BatchReader, config: PipelineConfig, timeline: Timeline, progress: str
 ) -> tuple[SampleCache, bool]:  # the file is open; whether it was made now
     "Open the cache file of a listing, or create it. Raises OutputError, SpaceError, and errors of `load`."
-    listing = reader.listing
-    n_samples = reader.spec.n_samples
-    key = cache_key(reader.listing, reader.spec)
+    listing, key, n_samples = reader.listing, cache_key(reader.listing, reader.spec), reader.spec.n_samples
     path = cache_path(cache_folder(config.cache_dir), listing.split, key)
     partial = path.with_name(f".{path.name}.partial")
     n_bytes = len(listing) * (2 * n_samples + 200)
 
     def existing() -> SampleCache | None:
-        try:
-            found = SampleCache.open(path, n_samples, key)
-        except (DataError, FileNotFoundError):
-            return None
-        except OSError as e:
-            if e.errno == errno.ELOOP:  # a link, which is replaced
-                return None
-            raise
-        with suppress(OSError):
-            os.utime(path)  # when it was last used
-        return found
+        with suppress(DataError, FileNotFoundError):
+            if not path.is_symlink():  # else it is replaced
+                found = SampleCache.open(path, n_samples, key)
+                with suppress(OSError):
+                    os.utime(path)  # when it was last used
+                return found
+        return None
 
     def wait(holder: str) -> None:
         announce(f"memmap: waiting for {holder}, which is writing the cache file", show=progress)
@@ -356,8 +340,8 @@ def open_cache(
             try:
                 reserve(fd, n_bytes, partial)
                 load(reader, made, config, timeline, progress)
-                about = {"split": listing.split, "recordings": len(listing)}
-                made.save({"folder": show_path(listing.folder)} | about)
+                folder = show_path(listing.folder)
+                made.save({"folder": folder, "split": listing.split, "recordings": len(listing)})
                 os.replace(partial, path)
             except BaseException:
                 made.close()
@@ -388,16 +372,15 @@ def list_cache(
     for path in cache_folder(cache_dir).glob(f"*{SUFFIX}"):
         with suppress(FileNotFoundError):  # another process cleared it just now
             st = path.lstat()
-            if not _CACHE_NAME.fullmatch(path.name) or not stat.S_ISREG(st.st_mode):
-                continue
-            used = datetime.fromtimestamp(st.st_mtime, UTC).isoformat(timespec="seconds")
-            try:
-                cache = SampleCache.open(path)
-                cache.close()
-                facts = cache.about
-            except (DataError, OSError) as e:
-                facts = {"problem": str(getattr(e, "found", e))}
-            found.append(CacheFile(path, st.st_size, used, **facts))
+            if _CACHE_NAME.fullmatch(path.name) and stat.S_ISREG(st.st_mode):
+                used = datetime.fromtimestamp(st.st_mtime, UTC).isoformat(timespec="seconds")
+                try:
+                    cache = SampleCache.open(path)
+                    cache.close()
+                    facts = cache.about
+                except (DataError, OSError) as e:
+                    facts = {"problem": str(getattr(e, "found", e))}
+                found.append(CacheFile(path, st.st_size, used, **facts))
     return sorted(found, key=lambda f: (f.used_utc, f.path.name), reverse=True)
 
 
@@ -441,7 +424,8 @@ class ModeChoice:
 
     def __str__(self) -> str:
         asked = "" if self.asked == self.used else f" ({self.asked} was asked for)"
-        return f"mode {self.used}{asked}: {size_text(self.need_bytes)} of samples, {size_text(self.free_bytes)} of memory free; {self.reason}"
+        sizes = f"{size_text(self.need_bytes)} of samples, {size_text(self.free_bytes)} of memory free"
+        return f"mode {self.used}{asked}: {sizes}; {self.reason}"
 
 
 def choose_mode(
@@ -456,31 +440,45 @@ def choose_mode(
     "Choose the mode in which recordings are read."
     free = free_memory() if free_bytes is None else free_bytes
     fits = need_bytes <= config.ram_fraction * free
-    allowed = f"limit {size_text(config.ram_fraction * free)}"
+    too_large = f"the samples do not fit into memory (limit {size_text(config.ram_fraction * free)})"
     once = "one build reads each recording once"
     rules = (
-        (
-            asked == "preload" and kept,
-            "stream",
-            "rows of an earlier build are reused, and the other recordings are read once",
-        ),
-        (
-            asked == "preload" and not fits,
-            "memmap",
-            f"the samples do not fit into memory ({allowed}), so a cache file is used",
-        ),
+        (asked == "preload" and kept, "stream", "rows of an earlier build are reused, others are read once"),
+        (asked == "preload" and not fits, "memmap", f"{too_large}, so a cache file is used"),
         (asked != "auto", asked, "as requested"),
         (cached, "memmap", "a cache file of these recordings exists"),
         (config.cache_dir is not None, "memmap", "cache_dir is set"),
         (fits, "stream", once),
-        (
-            True,
-            "stream",
-            f"{once}; the samples do not fit into memory ({allowed}), so set cache_dir for several builds",
-        ),
+        (True, "stream", f"{once}; {too_large}, so set cache_dir for several builds"),
     )
     used, reason = next((used, reason) for holds, used, reason in rules if holds)
     return ModeChoice(asked, used, reason, need_bytes, free)
+
+
+def pick_mode(
+    listings: list[Listing],
+    spec: MelSpec,
+    asked: str,
+    config: PipelineConfig,
+    *,
+    kept: bool = False,  # rows of an earlier build are kept
+) -> ModeChoice:  # raises UsageError
+    "Choose the mode for some listings; `auto` looks for their cache files."
+    need = 2 * spec.n_samples * sum(map(len, listings))
+    if any(isinstance(x.folder, StorePath) for x in listings):
+        if asked in ("preload", "memmap"):
+            raise UsageError(
+                "recordings in object storage can only be read in mode stream",
+                code="unused-option",
+                found=f"mode={asked!r}",
+                remedy="leave the mode out, or copy the recordings to a local folder",
+            )
+        return ModeChoice(asked, "stream", "each object is downloaded once", need, free_memory())
+    folder = cache_folder(config.cache_dir)
+    # a key takes a digest of all paths
+    cached = asked == "auto" and any(folder.glob(f"*{SUFFIX}"))
+    cached = cached and all(cache_path(folder, x.split, cache_key(x, spec)).exists() for x in listings)
+    return choose_mode(asked, need, config, cached=cached, kept=kept)
 
 # %% ../../../nbs/dataset/run/modes.ipynb #fa1e6ca3
 @dataclass
@@ -508,12 +506,12 @@ class Preloaded(AbstractContextManager["Preloaded"]):
         if cache is None and self.choice.used == "stream" and not self.closed:
             return plain
         if self.closed or cache is None or cache.key != cache_key(plain.listing, plain.spec):
-            splits = ", ".join(split or "one folder" for split in self.held)
+            splits = ", ".join(split or "one folder" for split in self.held) or "nothing (closed)"
             raise UsageError(
                 "the preloaded recordings do not match this build, or they have changed",
                 code="other-recordings",
                 path=plain.listing.folder,
-                found=f"{splits or 'nothing (closed)'} with {self.spec.rules}",
+                found=f"{splits} with {self.spec.rules}",
                 expected=f"{plain.listing.split or 'one folder'} with {plain.spec.rules}",
                 remedy="preload the recordings again (leakmel.preload)",
             )
@@ -521,12 +519,9 @@ class Preloaded(AbstractContextManager["Preloaded"]):
 
     def to_dict(self) -> dict[str, Any]:
         "Return the facts for the summary of a build."
-        return {f"mode_{k}": v for k, v in asdict(self.choice).items() if k != "used"} | {
-            "mode": self.choice.used,
-            "mode_lines": list(self.lines),
-            "held_bytes": self.n_bytes,
-            "held_seconds": self.seconds,
-        }
+        facts = {f"mode_{k}": v for k, v in vars(self.choice).items() if k != "used"}
+        held = {"held_bytes": self.n_bytes, "held_seconds": self.seconds}
+        return facts | {"mode": self.choice.used, "mode_lines": list(self.lines)} | held
 
     def close(self) -> None:
         "Release memory and files."
@@ -558,8 +553,7 @@ def _load_listing(
         cache = SampleCache(cache_key(listing, spec), n, spec.n_samples, most_bytes=most_bytes)
         ready.held[listing.split] = cache  # which is closed with the others after an error
         load(reader, cache, config, timeline, progress)
-        is_new = True
-        what = "preload: read into memory"
+        is_new, what = True, "preload: read into memory"
     else:
         cache, is_new = open_cache(reader, config, timeline, progress)
         ready.held[listing.split] = cache
@@ -567,40 +561,10 @@ def _load_listing(
     if is_new:
         ready.inflows[listing.split] = reader.cache_use
     seconds = timeline.now_s() - began_s
-    return (
-        f"{what}, {len(cache):,} of {n:,} recordings, {size_text(cache.n_bytes)} "
-        f"in {seconds:.2f} s, {n / seconds:,.0f} files/s"
-    )
+    speed = f"{size_text(cache.n_bytes)} in {seconds:.2f} s, {n / seconds:,.0f} files/s"
+    return f"{what}, {len(cache):,} of {n:,} recordings, {speed}"
 
-# %% ../../../nbs/dataset/run/modes.ipynb #0e20af3b
-def pick_mode(
-    listings: list[Listing],
-    spec: MelSpec,
-    asked: str,
-    config: PipelineConfig,
-    *,
-    kept: bool = False,  # rows of an earlier build are kept
-) -> ModeChoice:  # raises UsageError
-    "Choose the mode for some listings; `auto` looks for their cache files."
-    need = 2 * spec.n_samples * sum(map(len, listings))
-    if any(isinstance(x.folder, StorePath) for x in listings):
-        if asked in ("preload", "memmap"):
-            raise UsageError(
-                "recordings in object storage can only be read in mode stream",
-                code="unused-option",
-                found=f"mode={asked!r}",
-                remedy="leave the mode out, or copy the recordings to a local folder",
-            )
-        return ModeChoice(asked, "stream", "each object is downloaded once", need, free_memory())
-    folder = cache_folder(config.cache_dir)
-    cached = (
-        asked == "auto"
-        and any(folder.glob(f"*{SUFFIX}"))  # a key takes a digest of all paths
-        and all(cache_path(folder, x.split, cache_key(x, spec)).exists() for x in listings)
-    )
-    return choose_mode(asked, need, config, cached=cached, kept=kept)
 
-# %% ../../../nbs/dataset/run/modes.ipynb #4194ef45
 def prepare(
     manifest: Manifest,
     listings: list[Listing],
@@ -616,14 +580,9 @@ def prepare(
     choice, folder = pick_mode(listings, spec, asked, config, kept=kept), cache_folder(config.cache_dir)
     inside = Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(manifest.root))
     if choice.used == "memmap" and inside:
-        raise UsageError(
-            "the cache folder lies inside the data folder",
-            code="inside-data",
-            path=folder,
-            remedy="choose a cache_dir outside the data folder",
-        )
-    lines = list[str]()
-    began_s = timeline.now_s()
+        what = "the cache folder lies inside the data folder"
+        raise UsageError(what, code="inside-data", path=folder, remedy="choose another cache_dir")
+    lines, began_s = list[str](), timeline.now_s()
     while True:
         lines.append(str(choice))
         if choice.asked in ("auto", choice.used):
@@ -667,11 +626,8 @@ def preload(
 ) -> Preloaded:  # a context manager; closing it frees the memory
     "Read recordings once, for several builds of one rate, length and rules: `build(..., preloaded=...)`."
     if mode not in ("preload", "memmap"):
-        raise UsageError(
-            "recordings can be preloaded in mode preload or memmap only",
-            code="unknown-mode",
-            found=repr(mode),
-        )
+        what = "recordings can be preloaded in mode preload or memmap only"
+        raise UsageError(what, code="unknown-mode", found=repr(mode))
     found = list_recordings(root, split, manifest)
     if split is not None:
         found = replace(found, listings=(listing_of_split(found, split, root),), content=None)

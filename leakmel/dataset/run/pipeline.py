@@ -25,15 +25,7 @@ from leakmel.audio.naming import split_name
 from leakmel.audio.tables import require_same_table
 from leakmel.audio.wav import digest_of
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from leakmel.core.errors import (
-    DataError,
-    EngineError,
-    LeakmelError,
-    SpecError,
-    UsageError,
-    VerifyError,
-    show_path,
-)
+from leakmel.core import errors
 from leakmel.core.files import read_own_json, sealed_json, write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
@@ -62,10 +54,8 @@ _MAX_PARTS = 100_000
 _PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty|joined)")
 
 
-def parts_folder(
-    target: Path,  # the data set's final name
-) -> Path:
-    "Return the folder in which the parts of a data set are built."
+def parts_folder(target: Path) -> Path:
+    "Return the folder in which the parts of a data set are built; `target` is its final name."
     return target.with_name(f".{target.name}.parts")
 
 
@@ -77,20 +67,15 @@ def parse_part(
         number, n_parts = map(int, part.split("/") if isinstance(part, str) else part)
         if 1 <= number <= n_parts < _MAX_PARTS:
             return number, n_parts
-    raise UsageError(
-        "the number of the part is not valid",
-        code="invalid-part",
-        found=repr(part),
-        expected="I/N with I from 1 to N, for example 3/16",
-    )
+    what, right = "the number of the part is not valid", "I/N with I from 1 to N, for example 3/16"
+    raise errors.UsageError(what, code="invalid-part", found=repr(part), expected=right)
 
 
-def finished_parts(
-    folder: Path, n_parts: int
-) -> dict[
-    int, Path
-]:  # by number; .h5: a data set; .empty: no recording of the part could be used; .joined: rows moved by `join`
-    "Find the complete parts."
+def finished_parts(folder: Path, n_parts: int) -> dict[int, Path]:
+    """Find the complete parts, by number.
+
+    .h5: a data set; .empty: no recording of the part could be used; .joined: rows moved by `join`.
+    """
     found = {}
     with suppress(FileNotFoundError):
         for name in sorted(os.listdir(folder)):
@@ -123,7 +108,7 @@ def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none;
     try:
         st = os.lstat(folder)
         if not stat.S_ISDIR(st.st_mode) or st.st_uid not in (os.geteuid(), 0):
-            raise DataError(
+            raise errors.DataError(
                 "the folder of the parts is a link, no folder, or belongs to another user",
                 code="plan-invalid",
                 path=folder,
@@ -138,7 +123,7 @@ def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none;
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise DataError(
+    raise errors.DataError(
         "the plan of the parts is damaged, or of another release",
         code="plan-invalid",
         path=folder / PLAN_NAME,
@@ -149,7 +134,7 @@ def _read_plan(folder: Path) -> dict[str, Any] | None:  # None if there is none;
 def _recordings(whole: Manifest) -> dict[str, Any]:  # of one split
     "Return what a plan holds of the listing."
     (listing,) = whole.listings
-    labels = [[*map(show_path, whole.label_names)], digest_of(listing.label_ids)]
+    labels = [[*map(errors.show_path, whole.label_names)], digest_of(listing.label_ids)]
     return {"recordings": recordings_digest(listing, listing.sizes, listing.mtimes_ns), "labels": labels}
 
 
@@ -197,7 +182,7 @@ def _agree(folder: Path, plan: dict[str, Any]) -> None:  # raises DataError, Out
     "Store the plan, or compare it with the stored one."
     _write_once(folder / PLAN_NAME, lambda new: new.write_bytes(sealed_json(plan)))
     if differ := _differences(_read_plan(folder) or {}, plan):
-        raise DataError(
+        raise errors.DataError(
             "this process would build other rows than those that built the parts before",
             code="other-plan",
             path=folder,
@@ -274,7 +259,7 @@ def run_part(
 
     def check_engine(engine: Engine) -> None:
         if n_together and engine.device != "cpu" and engine.n_lanes > 1:
-            raise EngineError(
+            raise errors.EngineError(
                 "a process of a cluster sees several GPUs",
                 code="several-devices",
                 found=f"{engine.n_lanes} devices",
@@ -320,8 +305,7 @@ def build_part(
     split: str | None = None,  # as for `build`
     spec: SpecLike = None,  # as for `build`
     engine: str = "auto",  # as for `build`; it must be the same in all parts
-    pipeline: PipelineConfig
-    | None = None,  # speed settings; the rules for rejected files are applied by `join`
+    pipeline: PipelineConfig | None = None,  # speed settings; `join` applies the rules for rejected files
     manifest: Manifest | None = None,  # result of `scan`, or a stored one: the folder is not listed again
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # as for `build`
@@ -329,15 +313,8 @@ def build_part(
 ) -> PartResult:  # raises LeakmelError
     "Build one part of a data set, in a folder that all processes reach. A part that is complete is not built again."
     number, n_parts = parse_part(part)
-    request = BuildRequest(
-        root=root,
-        spec=spec,
-        engine=engine,
-        config=PipelineConfig() if pipeline is None else pipeline,
-        check=0,
-        progress=progress,
-        with_waveforms=with_waveforms,
-    )
+    config = PipelineConfig() if pipeline is None else pipeline
+    request = BuildRequest(root, spec, engine, config, 0, progress, with_waveforms)
     target = output_path(out if out is not None else data_set_name(split_name(split or "") or ""))
     stored = parts_folder(target) / LISTING_NAME
     if _read_plan(stored.parent) is None:  # a listing without a plan may be an old one
@@ -345,7 +322,9 @@ def build_part(
             stored.unlink(missing_ok=True)
     if manifest is None and labels is None and stored.is_file():
         manifest = Manifest.load(stored)
-        log.info("%s: %s recordings, as listed for these parts", show_path(target), f"{len(manifest):,}")
+        log.info(
+            "%s: %s recordings, as listed for these parts", errors.show_path(target), f"{len(manifest):,}"
+        )
     _, _, manifest = list_for_build(request, split, manifest, labels)
     listing = listing_of_split(manifest, split, root)
     with checked_inputs(manifest, [Target(listing, target)], spec) as decision:
@@ -369,7 +348,7 @@ class AbsentEngine(Engine):
 
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Raise EngineError."
-        raise EngineError(
+        raise errors.EngineError(
             "some recordings have to be read again, and this machine cannot compute their rows",
             code="engine-missing",
             found=self.why,
@@ -393,7 +372,7 @@ def _engine_of(identity: str, spec: MelSpec, config: PipelineConfig) -> Engine:
     "Open the engine that computed the parts; without it only rows of parts can be joined."
     try:
         engine = open_engine(identity.partition("@")[0], spec, device=config.device)
-    except EngineError as e:
+    except errors.EngineError as e:
         return AbsentEngine(spec, identity, str(e))
     if engine.identity == identity:
         return engine
@@ -404,11 +383,9 @@ def _engine_of(identity: str, spec: MelSpec, config: PipelineConfig) -> Engine:
 def join(
     out: str | os.PathLike,  # the file of the whole data set, as given to `build_part`
     *,
-    pipeline: PipelineConfig
-    | dict[str, Any]
-    | None = None,  # rules for rejected files, compression, speed; a dict: fields to change; None: as given to the first part
-    check: int
-    | None = 64,  # rows to recompute in float64 before publishing, at least 8 for each part; None: all
+    # rules for rejected files, compression, speed; a dict: fields to change; None: as given to the first part
+    pipeline: PipelineConfig | dict[str, Any] | None = None,
+    check: int | None = 64,  # rows to recompute in float64 before publishing, at least 8 a part; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     keep_parts: bool = False,  # keep the folder of the parts
 ) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged, and the same command goes on
@@ -418,17 +395,15 @@ def join(
     if (plan := _read_plan(folder)) is None:
         if not folder.exists() and (made := earlier_result(target)) is not None:
             return made
-        raise DataError(
-            "there are no parts of this data set",
-            code="no-parts",
-            path=folder,
-            remedy="build them first: leakmel build ROOT --out FILE --part I/N",
+        remedy = "build them first: leakmel build ROOT --out FILE --part I/N"
+        raise errors.DataError(
+            "there are no parts of this data set", code="no-parts", path=folder, remedy=remedy
         )
     n_parts = plan["n_parts"]
     parts = finished_parts(folder, n_parts)
     if missing := sorted(set(range(1, n_parts + 1)) - parts.keys()):
         shown = ", ".join(f"{k}/{n_parts}" for k in missing[:5]) + (" ..." if len(missing) > 5 else "")
-        raise DataError(
+        raise errors.DataError(
             "some parts are missing",
             code="parts-missing",
             path=folder,
@@ -445,18 +420,15 @@ def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> Non
 
     others = {"leakmel_version": __version__, "decoders": decoders()}
     if any(plan.get(name) != here for name, here in others.items()):
-        raise DataError(
+        raise errors.DataError(
             "the parts were built by another release of leakmel or of its decoders",
             code="other-plan",
             path=folder,
             found="; ".join(f"{n}: {plan.get(n)}, here {here}" for n, here in others.items()),
             remedy="join with the installation that built the parts",
         )
-    require_same_table(
-        manifest.table_path,
-        plan["table"],
-        f"restore the table; or, to use the new one, remove {show_path(folder)} and build all parts again",
-    )
+    remedy = f"restore the table, or remove {errors.show_path(folder)} and build all parts again"
+    require_same_table(manifest.table_path, plan["table"], remedy)
 
 
 def _join_files(
@@ -484,8 +456,8 @@ def _join_files(
         if _recordings(manifest) != {name: plan[name] for name in ("recordings", "labels")}:
             raise ValueError("the listing is not that of the plan")
         listing = listing if is_current else _with_current_objects(listing)
-    except (KeyError, TypeError, ValueError, SpecError) as e:
-        raise DataError(
+    except (KeyError, TypeError, ValueError, errors.SpecError) as e:
+        raise errors.DataError(
             "the plan of the parts is damaged",
             code="plan-invalid",
             path=folder / PLAN_NAME,
@@ -493,21 +465,13 @@ def _join_files(
             remedy="move the folder of the parts elsewhere and build them again",
         ) from e
     _check_origin(plan, manifest, folder)
-    request = BuildRequest(
-        root=manifest.root,
-        spec=spec,
-        engine=_engine_of(identity, spec, config),
-        config=config,
-        check=check,
-        progress=progress,
-        with_waveforms=with_waveforms,
-        fresh=fresh,
-    )
+    engine = _engine_of(identity, spec, config)
+    request = BuildRequest(manifest.root, spec, engine, config, check, progress, with_waveforms, fresh=fresh)
     manifest = replace(manifest, listings=(listing,))
     parts = Parts(n_parts, iter(files), keep_parts)
     try:
         (made,) = build_targets(request, manifest, [Target(listing, target)], timeline, listed_s, parts=parts)
-    except VerifyError as e:
+    except errors.VerifyError as e:
         if e.code == "wrong-rows" and not keep_parts:  # all parts were moved, and their rows are removed
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -526,7 +490,7 @@ def _can_be_updated(target: Path, listing: Listing, spec: MelSpec) -> bool:
     state = read_state(target)
     if state is None or 2 * len(state[1]) < len(listing):
         return False
-    with suppress(VerifyError, OSError, KeyError), open_file(target) as f:
+    with suppress(errors.VerifyError, OSError, KeyError), open_file(target) as f:
         return bool(f.attrs["fingerprint"] == spec.fingerprint(str(f.attrs["engine"])))
     return False
 
@@ -538,11 +502,13 @@ def _start_parts(
     folder = parts_folder(target)
     stored: dict[str, Any] = {}
     differ = ""
-    with suppress(DataError):
+    with suppress(errors.DataError):
         stored = {} if request.fresh else _read_plan(folder) or {}
     plan = plan_parts(whole, stored.get("n_parts", n_wanted), spec, request)
     if stored and (differ := _differences(stored, plan)):
-        log.warning("%s: the parts of an interrupted build are not used: %s", show_path(target), differ)
+        log.warning(
+            "%s: the parts of an interrupted build are not used: %s", errors.show_path(target), differ
+        )
     if differ or not stored:  # a listing without a plan may be an old one
         shutil.rmtree(folder, ignore_errors=True)
         plan["n_parts"] = n_wanted
@@ -577,7 +543,7 @@ def build_on_cluster(
 ) -> list[BuildResult]:  # raises LeakmelError
     "Build the parts of data sets on a cluster, and join them on this machine."
     if request.mode not in ("auto", "stream") or request.preloaded is not None:
-        raise UsageError(
+        raise errors.UsageError(
             "the processes of a cluster read each recording once: mode and preloaded cannot be given together with cluster",
             code="conflicting-parameters",
             found=f"mode={request.mode!r}",
@@ -674,50 +640,37 @@ def _run(
         return made
     try:
         return [replace(x, summary=x.summary | {"uploaded": upload_file(x.path, store)}) for x in made]
-    except LeakmelError as e:
+    except errors.LeakmelError as e:
         e.add_note("the data sets are complete on this machine: run the same command again to upload them")
         raise
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #ff3912de
 def build(
-    root: str
-    | os.PathLike,  # folder of splits, or one folder of label folders; also a URL like s3://BUCKET/FOLDER
+    root: str | os.PathLike,  # folder of splits, or one folder of label folders; or s3://BUCKET/FOLDER
     *,
-    split: str
-    | None = None,  # "training", "validation", "testing"; None: the root is one folder of label folders
-    out: str
-    | os.PathLike
-    | None = None,  # the data set's file; default {SPLIT}_DATASET.H5 in the working folder
+    split: str | None = None,  # "training", "validation", "testing"; None: one folder of label folders
+    out: str | os.PathLike | None = None,  # the data set's file; default ./{SPLIT}_DATASET.H5
     spec: SpecLike = None,  # MelSpec, or fields to change in a preset: rate and length are then those of most recordings
     engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
     mode: str = "auto",  # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,  # recordings loaded by `leakmel.preload`
     pipeline: PipelineConfig
-    | None = None,  # speed settings; None: the defaults, not the settings that `leakmel machine tune` measured
+    | None = None,  # speed settings; None: the defaults, not those that tune measured
     manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
     check: int
-    | None = 64,  # rows to recompute in float64 before publishing (on a cluster at least 8 for each part); None: all
+    | None = 64,  # rows to recompute in float64 before publishing, on a cluster 8 a part; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # store the short segments too, as float32 from -1 to 1: many times the bytes of the mels
     fresh: bool = False,  # compute every row; ignore interrupted builds and existing data sets
-    labels: LabelTable
-    | None = None,  # labels by people (labels.csv), which replace those of folders, names or a table
-    cluster: Cluster
-    | None = None,  # an Executor, a Dask client or the address of a scheduler: it builds parts of the data set
+    labels: LabelTable | None = None,  # labels by people (labels.csv), which replace all others
+    # an Executor, a Dask client or the address of a scheduler: it builds parts of the data set
+    cluster: Cluster | None = None,
     upload: str | None = None,  # URL of a folder, like s3://BUCKET/FOLDER: the data set is stored there too
 ) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged
     "Build and verify one data set from a folder of recordings."
+    config = PipelineConfig() if pipeline is None else pipeline
     request = BuildRequest(
-        root=root,
-        spec=spec,
-        engine=engine,
-        mode=mode,
-        preloaded=preloaded,
-        config=PipelineConfig() if pipeline is None else pipeline,
-        check=check,
-        progress=progress,
-        with_waveforms=with_waveforms,
-        fresh=fresh,
+        root, spec, engine, config, check, progress, with_waveforms, mode, preloaded, fresh
     )
 
     def targets(found: Manifest) -> list[Target]:
@@ -736,10 +689,9 @@ def build_all(
     mode: str = "auto",  # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,  # recordings loaded by `leakmel.preload`
     pipeline: PipelineConfig
-    | None = None,  # speed settings; None: the defaults, not the settings that `leakmel machine tune` measured
+    | None = None,  # speed settings; None: the defaults, not those that tune measured
     manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
-    check: int
-    | None = 64,  # rows of each data set to recompute in float64 before publishing, as for `build`; None: all
+    check: int | None = 64,  # rows of each data set to recompute in float64, as for `build`; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # also store the short segments in /segments_waveform
     fresh: bool = False,  # as for `build`
@@ -748,19 +700,11 @@ def build_all(
     upload: str | None = None,  # as for `build`
 ) -> list[
     BuildResult
-]:  # one per split folder, in the order TRAINING, VALIDATION, TESTING; an empty split is an error
+]:  # one for each split folder: TRAINING, VALIDATION, TESTING; an empty split is an error
     "Build and verify the data sets of all splits in one pipeline: the next split is read while the last one is written."
+    config = PipelineConfig() if pipeline is None else pipeline
     request = BuildRequest(
-        root=root,
-        spec=spec,
-        engine=engine,
-        mode=mode,
-        preloaded=preloaded,
-        config=PipelineConfig() if pipeline is None else pipeline,
-        check=check,
-        progress=progress,
-        with_waveforms=with_waveforms,
-        fresh=fresh,
+        root, spec, engine, config, check, progress, with_waveforms, mode, preloaded, fresh
     )
 
     def targets(found: Manifest) -> list[Target]:
@@ -798,12 +742,9 @@ def find_data(
     if named := os.environ.get("LEAKMEL_DATA"):
         folder = user_path(named)
         if not folder.is_dir():
-            raise DataError(
-                "there is no such folder",
-                code="no-such-folder",
-                path=folder,
-                found="its path in the environment variable LEAKMEL_DATA",
-                remedy="correct or unset LEAKMEL_DATA",
+            remedy = "correct or unset the environment variable LEAKMEL_DATA"
+            raise errors.DataError(
+                "there is no such folder", code="no-such-folder", path=folder, remedy=remedy
             )
         return folder, "from the environment variable LEAKMEL_DATA"
     demo, hint = runs_folder() / "demo", "for your own recordings, set data_root or LEAKMEL_DATA"
@@ -812,7 +753,4 @@ def find_data(
     demo.parent.mkdir(parents=True, exist_ok=True)
     with Progress(DEMO_FILES, label="demo data set", show=progress) as bar:
         done = write_demo(demo, n_files=DEMO_FILES, progress=bar.update)
-    return (
-        demo,
-        f"a new demo data set ({done.n_files:,} synthetic recordings), because no data folder was given; {hint}",
-    )
+    return demo, f"a new demo data set ({done.n_files:,} synthetic recordings); {hint}"

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import takewhile
@@ -24,24 +24,16 @@ import numpy as np
 
 from leakmel.audio.listing import part_range
 from leakmel.audio.manifest import Manifest, unlabelled_hint
-from leakmel.audio.problems import (
-    CANNOT_BE_USED,
-    Problem,
-    content_problems,
-    count_kinds,
-    label_problems,
-    name_problems,
-    twin_problems,
-)
+from leakmel.audio import problems
 from leakmel.audio.tables import require_same_table
 from leakmel.core.errors import DataError, OutputError, VerifyError, show_path
 from leakmel.core.files import read_own_json, replacing, sync_folder, write_errors, write_sealed
 from leakmel.core.monitor import mean, peak
 from leakmel.core.timeline import Timeline, write_timeline
 from leakmel.dataset.check.verify import VerifyReport, check_data_set, pick_rows
-from leakmel.dataset.file.schema import Rejected, open_file
+from leakmel.dataset.file.schema import LABELS, Rejected, open_file, read_column
 from leakmel.dataset.run.existing import stamps_at_build, stamps_of, write_state
-from leakmel.dataset.run.job import BuildContext, Job, job_metadata, note_columns, report_paths
+from leakmel.dataset.run.job import BuildContext, Job, job_metadata, report_paths
 from leakmel.dataset.source.loader import all_rejected, check_rejected_share, rejected_dict
 
 if TYPE_CHECKING:
@@ -64,10 +56,8 @@ def reused_rows_sentence(
     return "; ".join(parts)
 
 
-def rate_text(
-    summary: dict[str, Any],  # of a split or a run
-) -> str:
-    "Describe the rate of a build, in recordings and in short segments."
+def rate_text(summary: dict[str, Any]) -> str:
+    "Describe the rate of a build of a split or a run, in recordings and in short segments."
     return f"{summary['files_per_s']:,.0f} files/s ({summary['segments_per_s']:,.0f} segments/s) end to end"
 
 
@@ -87,7 +77,7 @@ class BuildResult:
     summary: dict[str, Any]  # plain values, as in FILE.report.json
     timeline: Timeline  # timeline of the whole run with all splits
     run_s: float  # seconds from listing to the end of the run
-    noted: tuple[Problem, ...] = ()  # remarks on the recordings, for example copies in two splits
+    noted: tuple[problems.Problem, ...] = ()  # remarks on the recordings, for example copies in two splits
 
     @property
     def files_per_s(self) -> float:
@@ -104,33 +94,42 @@ class BuildResult:
         "Table of rejected files: path, code, message."
         import pandas as pd
 
-        return pd.DataFrame(
-            [(show_path(r.path), r.code, r.message) for r in self.rejections],
-            columns=["path", "code", "message"],
-        )
+        found = [(show_path(r.path), r.code, r.message) for r in self.rejections]
+        return pd.DataFrame(found, columns=["path", "code", "message"])
 
     @cached_property
     def problems(self) -> "pd.DataFrame":
         "Table of problems of the recordings, without rejected files: kind, path, message."
         import pandas as pd
 
-        return pd.DataFrame(
-            [(p.kind, p.path, p.message) for p in self.noted], columns=["kind", "path", "message"]
-        )
+        found = [(p.kind, p.path, p.message) for p in self.noted]
+        return pd.DataFrame(found, columns=["kind", "path", "message"])
 
     def __repr__(self) -> str:
         what = reused_rows_sentence(self.summary) or rate_text(self.summary)
+        files = f"{self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files"
         return (
-            f"BuildResult({self.path.name}: {self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files, "
-            f"{self.seconds:.2f} s, {what}; {self.verified.verdict})"
+            f"BuildResult({self.path.name}: {files}, {self.seconds:.2f} s, {what}; {self.verified.verdict})"
         )
 
 # %% ../../../nbs/dataset/run/publish.ipynb #701bcd5a
+def _read_columns(job: Job, label_names: tuple[str, ...]) -> None:
+    "Read what the rules of `audio.problems` need from the published data set. Raises OutputError."
+    target = job.file.target
+    with write_errors(target), open_file(target, examine=False) as f:
+        facts = {x.name: read_column(f[f"files/{x.name}"]) for x in fields(problems.Columns)[4:]}
+        label_ids, job.gains = f[LABELS][:].astype(np.int64), f["files/gain"][:]
+    facts["silent"] = facts["silent"].astype(bool)
+    job.columns = problems.Columns(
+        (job.listing.place,), label_names, np.zeros_like(label_ids), label_ids, **facts
+    )
+
+
 def split_problems(
     manifest: Manifest,
     job: Job,  # published
     jobs: Sequence[Job],  # of the run, in the order of the manifest
-) -> tuple[Problem, ...]:
+) -> tuple[problems.Problem, ...]:
     "Return the problems of a split's recordings, without its rejected files."
     columns, listing = job.columns, job.listing
     if columns is None:
@@ -140,12 +139,12 @@ def split_problems(
     sensors = (os.fsdecode(s) for x in (*before, columns) for s in np.unique(x.sensor).tolist())
     found = [
         *(p for p in manifest.notes if not p.path.startswith(others)),
-        *name_problems(columns.show, columns.label_id, job.gains),
-        *label_problems(manifest.label_names, [(listing.place or listing.split, listing.label_ids)]),
-        *twin_problems(sensors, "sensors"),
-        *content_problems(columns, before=before),
+        *problems.name_problems(columns.show, columns.label_id, job.gains),
+        *problems.label_problems(manifest.label_names, [(listing.place or listing.split, listing.label_ids)]),
+        *problems.twin_problems(sensors, "sensors"),
+        *problems.content_problems(columns, before=before),
     ]
-    return tuple(p for p in found if p.group != CANNOT_BE_USED)
+    return tuple(p for p in found if p.group != problems.CANNOT_BE_USED)
 
 # %% ../../../nbs/dataset/run/publish.ipynb #7c822286
 _MANY_FILES = 50_000  # below, there is not much memory to give back
@@ -169,9 +168,7 @@ def publish(
     if job.journal is not None:  # the last rows; the disk need not confirm them, since their digests decide
         job.journal.enter(job.entry)
         job.journal.close()
-    stamps = stamps_at_build(
-        job.listing, job.good, job.facts["ctime_ns"], job.rejected, run.began_ns, job.folders
-    )
+    ctimes_ns = job.facts["ctime_ns"].copy()
     with span("publish") as moved:
         job.file.compact_rows(job.good)
         if not job.good.all():
@@ -181,8 +178,6 @@ def publish(
         if config.compression == "gzip":
             job.file.compress(meta, stopped=stopped)
         moved.n_files, moved.n_bytes = len(meta.labels), job.file.partial.stat().st_size
-        if not run.manifest.part_of:
-            note_columns(job, meta, run.manifest.label_names)
         del meta
         if len(job.listing) >= _MANY_FILES:
             with suppress(OSError, AttributeError):  # the C library keeps the memory of columns otherwise
@@ -198,17 +193,15 @@ def publish(
         if synced is not None:
             synced.result()
     with span("publish"):
+        stamps = stamps_at_build(job.listing, job.good, ctimes_ns, job.rejected, run.began_ns, job.folders)
         for old in report_paths(target):  # a report of an earlier data set must not stay next to this one
             with suppress(IsADirectoryError):  # that fails when the report is written
                 old.unlink(missing_ok=True)
         try:
             write_state(target, job.file.partial, digest, stamps)
         except OutputError as e:
-            log.warning(
-                "the state file of %s cannot be written, so the next build reads all recordings again: %s",
-                target,
-                e,
-            )
+            text = "the state file of %s cannot be written, so the next build reads all recordings again: %s"
+            log.warning(text, target, e)
         job.file.publish(sync=False)
         if job.journal is not None:
             job.journal.close(remove=True)
@@ -235,7 +228,7 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
         (now,) = stamps_of(job.listing, np.array([k]))
         return (now["size"], now["mtime_ns"]) != (job.listing.sizes[k], job.listing.mtimes_ns[k])
 
-    manifest, again = run.manifest, "build again; with --fresh if this happens again"
+    manifest = run.manifest
     if manifest.names is None:
         require_same_table(manifest.table_path, manifest.table_digest)
     unread = ~job.matched[job.good]
@@ -264,14 +257,16 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
         return report
     found = "; ".join(report.problems[:3])
     if len(report.moved) == len(report.problems):
+        what, remedy = "recordings were changed or removed", "build again; with --fresh if this happens again"
+        if job.n_parts:
+            command = f"leakmel build --join {quote(show_path(job.file.target))}"
+            remedy = f"{command} reads them again, and keeps the other rows"
         raise DataError(
-            "recordings were changed or removed during the build, so nothing was published",
+            f"{what} during the build, so nothing was published",
             code="recordings-changed",
             path=job.listing.folder,
             found=found,
-            remedy=f"leakmel build --join {quote(show_path(job.file.target))} reads them again, and keeps the other rows"
-            if job.n_parts
-            else again,
+            remedy=remedy,
         )
     how = "all parts again" if job.n_parts else "again with fresh=True (--fresh)"
     raise VerifyError(
@@ -283,7 +278,7 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
     )
 
 
-_CHECKED_OF_PART = 8  # rows of a part that are recomputed on average, because each part may have been built by another machine
+_CHECKED_OF_PART = 8  # rows of a part that are recomputed on average: another machine may have built it
 
 
 def _n_checked(run: BuildContext, job: Job) -> int | None:
@@ -292,12 +287,8 @@ def _n_checked(run: BuildContext, job: Job) -> int | None:
     return max(wanted, _CHECKED_OF_PART * job.n_parts) if wanted else wanted
 
 
-def _edges(
-    run: BuildContext,
-    job: Job,
-    rows: np.ndarray,  # candidates that are rows
-) -> list[int]:
-    "Return the first row of the first batches and of each part, and the row before it."
+def _edges(run: BuildContext, job: Job, rows: np.ndarray) -> list[int]:
+    "Return the first row of the first batches and of each part, and the row before it; of candidates `rows`."
     starts = [k * run.workers.files_per_batch for k in (1, 2, 3)]
     starts += [part_range(len(job.listing), k, job.n_parts)[0] for k in range(2, job.n_parts + 1)]
     return [int(row) + d for row in np.searchsorted(rows, starts) for d in (-1, 0)]
@@ -331,7 +322,7 @@ def _split_summary(
     seconds: float,
     import_s: float,
     samples: list[dict],  # of the monitor, while the split was built
-    noted: Sequence[Problem],
+    noted: Sequence[problems.Problem],
 ) -> dict[str, Any]:
     from leakmel import __version__
 
@@ -358,7 +349,7 @@ def _split_summary(
         "rejected": len(job.rejected),
         "rejected_share": len(job.rejected) / n,
         "rejected_by_code": dict(Counter(sorted(r.code for r in job.rejected)).most_common()),
-        "problems_by_kind": count_kinds(p.kind for p in noted),
+        "problems_by_kind": problems.count_kinds(p.kind for p in noted),
         "kept_files": int(kept.sum()),
         "kept_rows": int((kept & job.good).sum()),
         "parts": job.n_parts,
@@ -438,6 +429,7 @@ def result_of(
     started = _started_s(run, job, jobs)
     samples = [s for s in timeline.samples if started <= s["time_s"] <= published_s] or timeline.samples
     import_s = max((s.end_s for s in timeline.spans if s.lane == "imports"), default=0.0)
+    _read_columns(job, run.manifest.label_names)
     noted = split_problems(run.manifest, job, jobs)
 
     timeline.meta["inflow"] = timeline.meta.get("inflow", {}) | {job.split: job.cache_use.to_dict()}
@@ -461,12 +453,8 @@ def result_of(
                 body["problems_by_kind"] = summary["problems_by_kind"]
                 _write_report(report_path, lists, body)
     except OutputError as e:
-        raise type(e)(
-            "the data set is complete, but its report or timeline could not be written",
-            code="report-not-written",
-            path=target,
-            found=str(e),
-        ) from e
+        what = "the data set is complete, but its report or timeline could not be written"
+        raise type(e)(what, code="report-not-written", path=target, found=str(e)) from e
     return BuildResult(
         path=target,
         split=job.split,
@@ -484,16 +472,14 @@ def result_of(
     )
 
 
-def earlier_result(
-    target: Path,
-) -> BuildResult | None:  # None: no data set with its report; raises VerifyError
-    "Check a published data set without its recordings, and return the result that its report describes."
+def earlier_result(target: Path) -> BuildResult | None:
+    "Check a data set without recordings; return the result that its report describes. Raises VerifyError."
     timeline_path, report_path = report_paths(target)
     timeline = Timeline()
     try:
         target.stat()
         body = read_own_json(report_path)
-        noted = tuple(Problem(**p) for p in body.pop("problems"))
+        noted = tuple(problems.Problem(**p) for p in body.pop("problems"))
         rejected = tuple(
             Rejected(b64decode(r.get("path_base64", "")) or r["path"].encode(), r["code"], r["message"])
             for r in body.pop("rejected_files")

@@ -28,8 +28,7 @@ from leakmel.core.progress import Progress
 from leakmel.core.threads import ThreadGroup, machine_error, run_threads
 from leakmel.core.timeline import Span, SpanCounts, Timeline
 from leakmel.dataset.check.verify import check_sample
-from leakmel.dataset.run.config import plan_workers
-from leakmel.dataset.run.config import open_chosen
+from leakmel.dataset.run.config import open_chosen, plan_workers
 from leakmel.dataset.run.inputs import Target, checked_inputs, list_recordings
 from leakmel.dataset.run.job import BuildContext, BuildRequest, Job, Parts, open_jobs
 from leakmel.dataset.run.modes import Preloaded, prepare, with_spec_rules
@@ -66,7 +65,7 @@ class Ring:
         self,
         run: BuildContext,
         jobs: list[Job],
-        ahead: ReadAhead | None = None,  # prefetches recordings
+        ahead: ReadAhead,  # prefetches recordings
     ):
         workers = run.workers
         self.run = run
@@ -102,13 +101,11 @@ class Ring:
             for i in range(n):
                 self.lanes.add(f"{role}-{i}", partial(function, self, i))
         self.lanes.add("journal", partial(_write_journal, self))
-        if ahead is not None:
-            self.lanes.add("read-ahead", ahead.run)
+        self.lanes.add("read-ahead", ahead.run)
 
     def _wake(self, n_threads: int) -> None:
         self.warm.set()
-        if self.ahead is not None:
-            self.ahead.stop()
+        self.ahead.stop()
         for job in self.jobs:
             job.copies.close()
         for queue in (self.free, self.filled, self.computed, self.complete, self.entries):
@@ -139,20 +136,18 @@ def _left(done: np.ndarray) -> list[slice]:
     return [slice(*pair) for pair in zip(edges[::2], edges[1::2])]
 
 
-def _batches(jobs: list[Job], step: int, ahead: ReadAhead | None) -> Iterator[_Batch]:
+def _batches(jobs: list[Job], step: int, ahead: ReadAhead) -> Iterator[_Batch]:
     "Yield all batches in order, and report each to the prefetcher."
     for job in jobs:
         seen, number = 0, 0
         for left in _left(job.kept):  # candidates
             for first in range(left.start, left.stop, step):
                 n = min(step, left.stop - first)
-                if ahead is not None:
-                    ahead.take(first + n - seen)
+                ahead.take(first + n - seen)
                 yield job, number, first, n
                 seen = first + n
                 number += 1
-        if ahead is not None:
-            ahead.take(len(job.listing) - seen)
+        ahead.take(len(job.listing) - seen)
 
 # %% ../../../nbs/dataset/run/targets.ipynb #a697fc98
 def _read(ring: Ring, lane: str, slot: Slot, batch: _Batch) -> None:

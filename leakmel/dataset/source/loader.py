@@ -21,21 +21,7 @@ import numpy as np
 
 from leakmel.audio.conform import FIGURES, add_faults, conform, digests_of, native, quality_figures
 from leakmel.audio.listing import DRY, Listing
-from leakmel.audio.wav import (
-    HEADER_BYTES,
-    OPEN_FLAGS,
-    CacheUse,
-    OutOfMemory,
-    ReadFailureGuard,
-    canonical_header,
-    close_read,
-    decode_payload,
-    is_in_cache,
-    open_regular,
-    parse_header,
-    read_error,
-    read_payload,
-)
+from leakmel.audio import wav
 from leakmel.core.errors import DataError, MachineError, RecordingError, show_path
 from leakmel.core.machine_code import BoundCall
 from leakmel.core.store import LocalCopies
@@ -95,9 +81,8 @@ class Slot:
         self,
         n_files: int,  # recordings it holds at most
         spec: MelSpec,
-        host_array: Callable[
-            ..., np.ndarray
-        ] = np.zeros,  # makes zeros of a shape and type; a device may need its own
+        # makes zeros of a shape and type; a device may need its own
+        host_array: Callable[..., np.ndarray] = np.zeros,
     ):
         self._host_array = host_array
         self.samples = host_array((n_files, spec.n_samples), np.int16)
@@ -181,9 +166,7 @@ def rejected_dict(rejected: Rejected) -> dict[str, str]:
     return facts
 
 # %% ../../../nbs/dataset/source/loader.ipynb #62cd1d1e
-def percent(
-    share: float,  # 0 to 1
-) -> str:
+def percent(share: float) -> str:
     "Format a share as a percentage; values just below 1 become 'nearly 100 %'."
     return f"{100 * share:.3g} %" if not 0.9995 <= share < 1 else "nearly 100 %"
 
@@ -196,20 +179,16 @@ def share_sentence(
     "Describe the share of rejected files."
     if not n_rejected:
         return ""
-    return f"{percent(n_rejected / n_found)} of the files" + (
-        "" if most is None else f" (at most {percent(most)} allowed)"
-    )
+    allowed = "" if most is None else f" (at most {percent(most)} allowed)"
+    return f"{percent(n_rejected / n_found)} of the files{allowed}"
 
 
 def reasons(rejected: Sequence[Rejected]) -> str:
     "Count rejected files by code, and name the first file of the three most frequent codes."
     counts = Counter(r.code for r in rejected).most_common()
     first = {r.code: r for r in sorted(rejected, key=lambda r: r.path, reverse=True)}
-    return (
-        ", ".join(f"{n:,} {code}" for code, n in counts)
-        + "; first "
-        + "; ".join(f"{show_path(first[code].path)}: {first[code].message}" for code, _ in counts[:3])
-    )
+    texts = (f"{show_path(first[code].path)}: {first[code].message}" for code, _ in counts[:3])
+    return f"{', '.join(f'{n:,} {code}' for code, n in counts)}; first {'; '.join(texts)}"
 
 # %% ../../../nbs/dataset/source/loader.ipynb #a3e3d32a
 MOST_LISTED = 1000  # rejected files in the facts of an error
@@ -301,7 +280,7 @@ def may_be_plain(
     spec: MelSpec,
 ) -> np.ndarray:  # [n] bool
     "Return which files may be plain recordings of the length of a row, by their sizes."
-    least = HEADER_BYTES + 2 * spec.n_samples
+    least = wav.HEADER_BYTES + 2 * spec.n_samples
     return (sizes >= least) & (sizes <= least + _OTHER_CHUNKS)
 
 
@@ -320,11 +299,11 @@ class BatchReader:
         self.listing = listing
         self.spec = spec
         self.on_bad_file = on_bad_file
-        self.header = canonical_header(spec.sample_rate, spec.n_samples)
+        self.header = wav.canonical_header(spec.sample_rate, spec.n_samples)
         self.base = os.fsencode(listing.folder) + b"/"
         self.no_label = _NO_LABEL["folders" if listing.naming.labels_by_folder else listing.naming.source]
-        self.cache_use = CacheUse()
-        self.read_failures = ReadFailureGuard()  # stops after too many consecutive I/O errors
+        self.cache_use = wav.CacheUse()
+        self.read_failures = wav.ReadFailureGuard()  # stops after too many consecutive I/O errors
         self._plain_facts = np.zeros((), FACTS)
         known = ["good", "whole", "channels", "encoding", "status", "sample_rate", "n_samples"]
         plain = (True, True, 1, ENCODINGS.index(PLAIN[0]), STATUSES.index(PLAIN[1]))
@@ -365,7 +344,7 @@ class BatchReader:
             )
         for i in np.flatnonzero(outcomes > 0):
             path = self.base + self.listing.paths[slot.first + i]
-            if isinstance(fault := read_error(OSError(int(outcomes[i]), ""), path), MachineError):
+            if isinstance(fault := wav.read_error(OSError(int(outcomes[i]), ""), path), MachineError):
                 raise fault
         good = outcomes == module.READ
         if good.any():
@@ -383,7 +362,7 @@ class BatchReader:
         try:
             self._read(slot, i, k)
         except MemoryError as e:
-            raise OutOfMemory(self.base + listing.paths[k]) from e
+            raise wav.OutOfMemory(self.base + listing.paths[k]) from e
         except RecordingError as e:
             slot.samples[i] = 0
             if listing.label_ids[k] >= 0 and listing.sizes[k] >= 0:  # else the file was not read
@@ -406,21 +385,21 @@ class BatchReader:
         ):
             if holds:
                 raise RecordingError(code, message)
-        fd, n_file = open_regular(path)
+        fd, n_file = wav.open_regular(path)
         try:
             if n_file != size:
                 raise RecordingError("changed", f"{size} bytes when listed, {n_file} when read")
-            header = parse_header(fd, n_file)
-            raw = read_payload(fd, header)
+            header = wav.parse_header(fd, n_file)
+            raw = wav.read_payload(fd, header)
             with slot.taking("decode", 1):
-                recording = decode_payload(header, raw)
+                recording = wav.decode_payload(header, raw)
             st = os.fstat(fd)  # after reading: a write in between shows too
             if st.st_mtime_ns != self.listing.mtimes_ns[k]:
                 raise RecordingError("changed", "modified after it was listed")
         except OSError as e:
-            raise read_error(e, path) from e
+            raise wav.read_error(e, path) from e
         finally:
-            close_read(fd)
+            wav.close_read(fd)
         n, channels = recording.samples.shape
         rate = recording.sample_rate
         other = rate != self.spec.sample_rate
@@ -443,7 +422,7 @@ COLD_SHARE = 0.04  # share of files not in the page cache above which prefetchin
 
 def cold_share(
     listing: Listing,
-    cache_use: CacheUse,  # records whether the file system reports cached pages, and whether files were missing
+    cache_use: wav.CacheUse,  # records whether the file system reports cached pages, and missing files
     most: int = PROBES,  # files to look at
 ) -> float | None:  # 0 to 1; None if the file system does not report it, or if there are no files
     "Estimate from a sample the share of files that are not in the page cache; raises nothing."
@@ -461,8 +440,8 @@ def cold_share(
 
 def _is_cached(path: bytes, size: int) -> bool | None:
     "Check whether the end of a file is in the page cache; None if unknown."
-    with suppress(OSError), open(path, "rb", 0, opener=lambda p, flags: os.open(p, OPEN_FLAGS)) as file:
-        return is_in_cache(file.fileno(), size - 1)
+    with suppress(OSError), open(path, "rb", 0, opener=lambda p, flags: os.open(p, wav.OPEN_FLAGS)) as file:
+        return wav.is_in_cache(file.fileno(), size - 1)
     return None  # the reader reports the error
 
 # %% ../../../nbs/dataset/source/loader.ipynb #9b503597
@@ -536,8 +515,8 @@ class ReadAhead:
 def plan_read_ahead(
     readers: Sequence[BatchReader],  # of listings that are read from their files, in this order
     files: int | None,  # window in files; None: WINDOW_FILES where the page cache lacks enough; 0: none
-) -> ReadAhead | None:
-    "Return a prefetcher if enough files are missing from the page cache."
+) -> ReadAhead:
+    "Return a prefetcher, of no files where enough of them are in the page cache."
     total = sum(len(r.listing) for r in readers)
     shares = list[float]()  # share of uncached files, once for each file of the sample
     for r in readers:
@@ -545,8 +524,8 @@ def plan_read_ahead(
         if (share := cold_share(r.listing, r.cache_use, most)) is not None:
             shares += [share] * most
     if files is not None:
-        return ReadAhead(readers, files) if files else None
-    return ReadAhead(readers) if shares and np.mean(shares) >= COLD_SHARE else None
+        return ReadAhead(readers if files else (), files)
+    return ReadAhead(readers if shares and np.mean(shares) >= COLD_SHARE else ())
 
 # %% ../../../nbs/dataset/source/loader.ipynb #ob000004
 class ObjectReader:
