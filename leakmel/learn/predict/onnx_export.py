@@ -7,7 +7,7 @@ __all__ = ['OnnxExport', 'export_onnx']
 
 # %% ../../../nbs/learn/predict/onnx_export.ipynb #0d000002
 import json, logging, os, re, tempfile, warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from leakmel import __version__
 from leakmel.audio.conform import even_step
+from leakmel.audio.listing import make_listing
 from leakmel.audio.manifest import Manifest
+from leakmel.audio.naming import Naming
 from leakmel.audio.wav import digest_of, read_wav
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import write_whole
@@ -29,13 +31,12 @@ from leakmel.core.store import LocalCopies, output_path
 from leakmel.dataset.export.formats import require_package
 from leakmel.learn.data.segments import LEFT_OUT, conform_recording
 from leakmel.learn.metrics.metrics import Calibration, fit_calibration, leak_metrics, segments_needed
-from leakmel.learn.model.detector import Detector, load_detector, required_spec
+from leakmel.learn.model.detector import Detector, load_detector, platt, required_spec
 from leakmel.learn.model.files import model_file, require_kind
 from leakmel.learn.model.spectral import SpectralClassifier
 from leakmel.learn.predict.predict import predict
 from leakmel.learn.predict.readers import find_recordings, label_in
-from leakmel.mel.spec import hann_periodic
-from leakmel.mel.spec import MelSpec
+from leakmel.mel.spec import MelSpec, hann_periodic
 
 if TYPE_CHECKING:
     import onnx
@@ -61,10 +62,7 @@ class MelFeatures(nn.Module):
         self.register_buffer("window", torch.from_numpy(hann_periodic(spec.n_fft)).float())
         self.register_buffer("filterbank", torch.tensor(spec.filterbank, dtype=torch.float32))
 
-    def frames(
-        self,
-        samples: Tensor,  # [B, N]
-    ) -> Tensor:  # [B, D, n_fft]
+    def frames(self, samples: Tensor) -> Tensor:  # [B, N] -> [B, D, n_fft]
         "Cut samples into the distinct frames; blocks of a step need no table of positions."
         n_fft, n = self.spec.n_fft, len(self.starts)
         if self.step is None:
@@ -73,35 +71,28 @@ class MelFeatures(nn.Module):
         blocks = samples[:, : (n + per_frame - 1) * self.step].unflatten(1, (-1, self.step))
         return torch.cat([blocks[:, k : k + n] for k in range(per_frame)], 2)
 
-    def forward(
-        self,
-        samples: Tensor,  # [B, N] float32, full scale is 1
-    ) -> Tensor:  # [B, L, S, M, T] float32, dB, rounded to float16
-        "Compute log-mel features."
+    def forward(self, samples: Tensor) -> Tensor:
+        "Compute log-mel features, [B, L, S, M, T] float32 dB, rounded to float16, of samples [B, N] float32."
         s = self.spec
         spectrum = torch.view_as_real(torch.fft.rfft(self.frames(samples) * self.window))
         squares = spectrum.square().sum(-1)  # [B, D, F]
         bands = (squares if s.power == 2 else squares.sqrt()) @ self.filterbank
         db = ((20 / s.power) * torch.log10(bands.clamp_min(s.floor))).half().float()
-        if self.repeats:
-            db = db[:, self.index]
-        return db.reshape(-1, *s.grid.shape, s.n_mels).transpose(-1, -2)
+        return (
+            (db[:, self.index] if self.repeats else db).reshape(-1, *s.grid.shape, s.n_mels).transpose(-1, -2)
+        )
 
 # %% ../../../nbs/learn/predict/onnx_export.ipynb #0c000004
-_MIN_SCORE = 1e-6  # of a logit, as in `Calibration`
-
-
 class SamplesToProbability(nn.Module):
-    "Detector with samples as input, and probability, score and segment scores as outputs."
+    """Detector with samples as input, and probability, score and segment scores as outputs.
+
+    Without a calibration of its score there is no probability. Raises UsageError for a detector without a spec.
+    """
 
     x: Tensor  # of the calibration, float64
     y: Tensor
 
-    def __init__(
-        self,
-        detector: Detector,  # raises UsageError for one without a spec
-        calibration: Calibration | None = None,  # of its score; None: no output "probability"
-    ):
+    def __init__(self, detector: Detector, calibration: Calibration | None = None):
         super().__init__()
         self.features = MelFeatures(required_spec(detector))
         self.leak = detector.task.leak_in_model
@@ -113,17 +104,12 @@ class SamplesToProbability(nn.Module):
         self.n_needed = segments_needed(self.features.spec.row_shape[0], share)
         self.method = "" if calibration is None else calibration.method
         for name in ("x", "y"):
-            values = () if calibration is None else getattr(calibration, name)
-            self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
+            self.register_buffer(name, torch.tensor(getattr(calibration, name, ()), dtype=torch.float64))
 
-    def calibrated(
-        self,
-        score: Tensor,  # [B] float64, 0 to 1
-    ) -> Tensor:  # [B] float64, 0 to 1
-        "Return the probability of a leak for each score."
+    def calibrated(self, score: Tensor) -> Tensor:
+        "Return the probability of a leak for each score, [B] float64."
         if self.method == "Platt":
-            p = score.clamp(_MIN_SCORE, 1 - _MIN_SCORE)
-            return 1 / (1 + torch.exp(-(self.x[0] * torch.log(p / (1 - p)) + self.x[1])))
+            return platt(score, self.x[0], self.x[1])
         if len(self.x) == 1:
             return self.y.expand(score.shape[0])
         n_below = (score[:, None] >= self.x).sum(1)
@@ -131,13 +117,8 @@ class SamplesToProbability(nn.Module):
         x0, x1, y0, y1 = self.x[left], self.x[left + 1], self.y[left], self.y[left + 1]
         return y0 + (y1 - y0) * ((score - x0) / (x1 - x0).clamp_min(1e-300)).clamp(0, 1)
 
-    def forward(
-        self,
-        samples: Tensor,  # [B, N] float32, full scale is 1
-    ) -> tuple[
-        Tensor, ...
-    ]:  # probability [B], where there is a calibration; score [B]; segment scores [B, L]; float32
-        "Score recordings."
+    def forward(self, samples: Tensor) -> tuple[Tensor, ...]:
+        "Score recordings [B, N]: probability [B], where there is a calibration; score [B]; segment scores [B, L]."
         segments = self.classifier.class_probabilities(self.features(samples))[..., self.leak]
         wide = segments.double()
         score = wide.mean(1) if self.vote == "mean" else wide.topk(self.n_needed, 1).values[:, -1]
@@ -150,67 +131,50 @@ _PLACEHOLDER = "leakmel"  # domain of the operator that stands for a forest
 
 def _placeholder(number: int, n_classes: int, features: Tensor, forest: int) -> Tensor:
     "Stand for the trees of a classifier in a trace."
-    return torch.onnx.ops.symbolic(
-        f"{_PLACEHOLDER}::Trees",
-        (features,),
-        attrs={"number": number, "forest": forest},
-        dtype=torch.float32,
-        shape=(features.shape[0], n_classes),
-        version=1,
-    )
+    attributes = {"number": number, "forest": forest}
+    made = {"dtype": torch.float32, "shape": (features.shape[0], n_classes), "version": 1}
+    return torch.onnx.ops.symbolic(f"{_PLACEHOLDER}::Trees", (features,), attributes, **made)
 
 
-def _nodes_of_tree(left: np.ndarray, right: np.ndarray, root: int, depth: int) -> np.ndarray:
-    "Return the numbers of a tree's nodes, the root first; a leaf is its own child."
-    level, found, n = np.array([root]), list[np.ndarray](), 0
-    for _ in range(depth + 1):
-        found.append(level)
-        n += len(level)
-        inner = level[left[level] != level]
-        level = np.concatenate([left[inner], right[inner]])
-        if not len(level) or n > len(left):
-            break
-    if len(level):
-        raise DataError(
-            "the nodes of the detector form no trees",
-            code="not-a-detector",
-            found=f"a way from node {root} that does not end after {depth} decisions",
-            remedy="train the detector again",
-        )
-    return np.concatenate(found)
+def tree_attributes(classifier: SpectralClassifier, forest: int) -> dict[str, Any]:
+    """Return the attributes of a TreeEnsembleRegressor (ai.onnx.ml 3) that equals a forest.
 
-
-def tree_attributes(
-    classifier: SpectralClassifier,
-    forest: int,  # 0: trees on whole recordings; 1: trees on windows
-) -> dict[str, Any]:  # raises DataError for nodes that form no trees
-    "Return the attributes of a TreeEnsembleRegressor (ai.onnx.ml 3) that equals a forest."
+    Forest 0 has trees on whole recordings, forest 1 trees on windows. Raises DataError for nodes that form no trees.
+    """
     names = ("feature", "threshold", "left", "right", "share", "root")
     feature, threshold, left, right, share, root = (classifier.get_buffer(n).cpu().numpy() for n in names)
-    trees = [_nodes_of_tree(left, right, r, classifier.settings.depth) for r in root[forest].tolist()]
-    tree = np.repeat(np.arange(len(trees)), [len(own) for own in trees])
-    nodes = np.concatenate(trees)
-    place = np.zeros(len(left), np.int64)  # of a node in its tree
-    place[nodes] = np.concatenate([np.arange(len(own)) for own in trees])
-    is_leaf = left[nodes] == nodes
-    low = threshold[nodes].astype(np.float32)
-    low = np.where(low > threshold[nodes], np.nextafter(low, np.float32(-np.inf)), low)
+    number = np.arange(len(left))
+    starts = np.unique(root)  # the nodes of a tree lie together, parents before their children
+    tree = np.searchsorted(starts, number, "right") - 1
+    is_leaf = left == number
+    goes_on = (np.minimum(left, right) > number) & (tree[left] == tree) & (tree[right] == tree)
+    if not (is_leaf | goes_on).all():
+        text = "the nodes of the detector form no trees"
+        raise DataError(text, code="not-a-detector", remedy="train the detector again")
+    nodes = np.flatnonzero(np.isin(tree, np.searchsorted(starts, root[forest])))
+    place = number - starts[tree]  # of a node in its tree
+    low = threshold.astype(np.float32)
+    low = np.where(low > threshold, np.nextafter(low, np.float32(-np.inf)), low)
+    of_nodes = {
+        "featureids": feature,
+        "values": low,
+        "truenodeids": place[left],
+        "falsenodeids": place[right],
+    }
+    leaves = nodes[is_leaf[nodes]]
     k = share.shape[1]
     return {
         "n_targets": k,
         "aggregate_function": "AVERAGE",
         "post_transform": "NONE",
-        "nodes_treeids": tree.tolist(),
+        "nodes_treeids": tree[nodes].tolist(),
         "nodes_nodeids": place[nodes].tolist(),
-        "nodes_featureids": np.where(is_leaf, 0, feature[nodes]).tolist(),
-        "nodes_modes": np.where(is_leaf, "LEAF", "BRANCH_LEQ").tolist(),
-        "nodes_values": np.where(is_leaf, 0, low).tolist(),
-        "nodes_truenodeids": np.where(is_leaf, 0, place[left[nodes]]).tolist(),
-        "nodes_falsenodeids": np.where(is_leaf, 0, place[right[nodes]]).tolist(),
-        "target_treeids": np.repeat(tree[is_leaf], k).tolist(),
-        "target_nodeids": np.repeat(place[nodes][is_leaf], k).tolist(),
-        "target_ids": np.tile(np.arange(k), is_leaf.sum()).tolist(),
-        "target_weights": share[nodes[is_leaf]].ravel().tolist(),
+        "nodes_modes": np.where(is_leaf, "LEAF", "BRANCH_LEQ")[nodes].tolist(),
+        **{f"nodes_{name}": np.where(is_leaf, 0, v)[nodes].tolist() for name, v in of_nodes.items()},
+        "target_treeids": np.repeat(tree[leaves], k).tolist(),
+        "target_nodeids": np.repeat(place[leaves], k).tolist(),
+        "target_ids": np.tile(np.arange(k), len(leaves)).tolist(),
+        "target_weights": share[leaves].ravel().tolist(),
     }
 
 # %% ../../../nbs/learn/predict/onnx_export.ipynb #0c00000a
@@ -236,48 +200,33 @@ def _put_trees(model: "onnx.ModelProto", classifiers: Sequence[SpectralClassifie
     for k, node in enumerate(model.graph.node):
         if node.domain == _PLACEHOLDER:
             at = {a.name: a.i for a in node.attribute}
-            new = helper.make_node(
-                "TreeEnsembleRegressor",
-                node.input,
-                node.output,
-                name=f"trees_{k}",
-                domain="ai.onnx.ml",
-                **tree_attributes(classifiers[at["number"]], at["forest"]),
-            )
-            model.graph.node[k].CopyFrom(new)
-    kept = [o for o in model.opset_import if o.domain != _PLACEHOLDER]
-    del model.opset_import[:]
-    model.opset_import.extend([*kept, helper.make_opsetid("ai.onnx.ml", 3)] if classifiers else kept)
+            trees = tree_attributes(classifiers[at["number"]], at["forest"])
+            own = {"name": f"trees_{k}", "domain": "ai.onnx.ml"}
+            node.CopyFrom(helper.make_node("TreeEnsembleRegressor", node.input, node.output, **own, **trees))
+    for opset in model.opset_import:
+        if opset.domain == _PLACEHOLDER:
+            opset.CopyFrom(helper.make_opsetid("ai.onnx.ml", 3))
 
 
-def _finished(model: "onnx.ModelProto", version: str) -> "onnx.ModelProto":
+def _finished(model: "onnx.ModelProto") -> "onnx.ModelProto":
     "Remove what the exporter notes about the source, name the producer, and check the model."
     import onnx
 
     graph = model.graph
-    for part in (
-        model,
-        graph,
-        *graph.node,
-        *graph.initializer,
-        *graph.value_info,
-        *graph.input,
-        *graph.output,
-    ):
+    parts = [model, graph, *graph.node, *graph.initializer, *graph.value_info, *graph.input, *graph.output]
+    for part in parts:
         part.ClearField("metadata_props")
         part.ClearField("doc_string")
-    model.producer_name, model.producer_version = "leakmel", version
+    model.producer_name, model.producer_version = "leakmel", __version__
     onnx.checker.check_model(model)
     return model
 
 
-def onnx_model(
-    detector: Detector,  # raises UsageError for one without a spec
-    calibration: Calibration | None = None,  # of its score; None: no output "probability"
-    *,
-    version: str = "",  # of leakmel
-) -> "onnx.ModelProto":  # raises DataError, MissingPackageError
-    "Return a detector as an ONNX model: samples [B, N] float32 to probability, score and segment scores."
+def onnx_model(detector: Detector, calibration: Calibration | None = None) -> "onnx.ModelProto":
+    """Return a detector as an ONNX model of `SamplesToProbability`.
+
+    Raises UsageError for a detector without a spec, DataError, MissingPackageError.
+    """
     import onnx
     import onnxscript  # noqa: F401  # torch would name it without the extra
 
@@ -301,46 +250,36 @@ def onnx_model(
     model: onnx.ModelProto = exported.model_proto
     _put_trees(model, originals)
     model.graph.name = "leakmel"
-    return _finished(model, version)
+    return _finished(model)
 
 # %% ../../../nbs/learn/predict/onnx_export.ipynb #0c00000d
 _QUANTIZED = ("Conv", "Gemm")  # operators that only the network has
 
 
-def quantized_model(
-    model: "onnx.ModelProto",  # of `onnx_model`
-    recordings: Sequence[np.ndarray]
-    | np.ndarray,  # each [N] float32: typical ones, from which ranges are measured
-) -> "onnx.ModelProto":  # raises UsageError where there is no network
-    "Return a model whose network computes with 8-bit integers."
-    import onnx
+def quantized_model(model: "onnx.ModelProto", recordings: Iterable[np.ndarray]) -> "onnx.ModelProto":
+    """Return a model of `onnx_model` whose network computes with 8-bit integers.
 
-    if not any(node.op_type in _QUANTIZED for node in model.graph.node):
-        raise UsageError(
-            "int8 quantizes a network, and this detector has none",
-            code="unused-option",
-            remedy="leave int8 out: a spectral detector is small and fast as it is",
-        )
+    `recordings` are typical ones, each [N] float32, from which ranges are measured. Raises UsageError where
+    there is no network.
+    """
+    import onnx
     from onnxruntime import quantization
 
+    if not any(node.op_type in _QUANTIZED for node in model.graph.node):
+        text = "int8 quantizes a network, and this detector has none: leave int8 out"
+        raise UsageError(text, code="unused-option")
+
     class Reader(quantization.CalibrationDataReader):
-        rows = iter(recordings)
+        rows = iter([{INPUT: row[None]} for row in recordings])
 
         def get_next(self) -> dict[str, np.ndarray] | None:
-            row = next(self.rows, None)
-            return None if row is None else {INPUT: row[None]}
+            return next(self.rows, None)
 
     with tempfile.TemporaryDirectory() as folder, _quiet():
         out = Path(folder) / "model.onnx"
-        quantization.quantize_static(
-            model,
-            out,
-            Reader(),
-            op_types_to_quantize=list(_QUANTIZED),
-            per_channel=True,
-            extra_options={"CalibTensorRangeSymmetric": False},
-        )
-        return _finished(onnx.load(out), model.producer_version)
+        options = {"per_channel": True, "extra_options": {"CalibTensorRangeSymmetric": False}}
+        quantization.quantize_static(model, out, Reader(), op_types_to_quantize=list(_QUANTIZED), **options)
+        return _finished(onnx.load(out))
 
 # %% ../../../nbs/learn/predict/onnx_export.ipynb #0d000004
 @dataclass(frozen=True, eq=False)
@@ -358,11 +297,8 @@ class CheckRecordings:
     def __len__(self) -> int:
         return len(self.score)
 
-    def part(
-        self,
-        rows: np.ndarray,  # [k] indices
-    ) -> "CheckRecordings":  # nothing is left out of it
-        "Return some of the recordings."
+    def part(self, rows: np.ndarray) -> "CheckRecordings":
+        "Return some of the recordings by their indices [k]; nothing is left out of it."
         arrays = {name: v[rows] for name, v in vars(self).items() if isinstance(v, np.ndarray)}
         return replace(self, n_left_out=0, **arrays)
 
@@ -392,21 +328,10 @@ def check_recordings(
             return replace(check_recordings(made, detector, progress="none"), source="synthetic signals")
     listing = find_recordings(folder, progress=progress).listing
     chosen = np.unique(np.linspace(0, len(listing) - 1, most).astype(np.int64))
-    some = replace(
-        listing,
-        paths=[listing.paths[k] for k in chosen.tolist()],
-        sizes=listing.sizes[chosen],
-        mtimes_ns=listing.mtimes_ns[chosen],
-        label_ids=listing.label_ids[chosen],
-    )
-    done = predict(
-        folder,
-        detector,
-        manifest=Manifest(listing.folder, ("",), (some,)),
-        length="spec",
-        device="cpu",
-        progress=progress,
-    )
+    files = [(listing.paths[k], int(listing.sizes[k]), int(listing.mtimes_ns[k])) for k in chosen.tolist()]
+    some = make_listing("", listing.folder, files, [""] * len(files), ("",), Naming())
+    manifest = Manifest(listing.folder, ("",), (some,))
+    done = predict(folder, detector, manifest=manifest, length="spec", device="cpu", progress=progress)
     samples: dict[int, np.ndarray] = {}
     with LocalCopies(listing.folder) as copies, copies.of(done.scored.paths) as local:
         for i, path in enumerate(done.scored.paths):
@@ -420,14 +345,10 @@ def check_recordings(
             code="no-recordings",
             path=folder,
             found=f"{len(chosen):,} recordings, all shorter than {spec.duration_s:g} s or rejected",
-            remedy="give a folder of recordings of the model's length",
         )
     labels = [label_in(done.scored.paths[i]) for i in rows]
-    is_leak = {
-        name: k == task.leak_in_data
-        for k, name in enumerate(task.class_names)
-        if task.to_model[k] != LEFT_OUT
-    }
+    known = [k for k in range(len(task.class_names)) if task.to_model[k] != LEFT_OUT]
+    is_leak = {task.class_names[k]: k == task.leak_in_data for k in known}
     marks = done.scored.in_training[rows].tolist()
     return CheckRecordings(
         "recordings",
@@ -441,28 +362,23 @@ def check_recordings(
 
 
 def divide_recordings(
-    given: CheckRecordings,
-    apart: CheckRecordings | None = None,  # that measure the loss; None: some of those given
-) -> tuple[np.ndarray, CheckRecordings]:  # [k, N] float32 samples for the ranges; recordings for the loss
-    "Choose recordings from which the ranges of int8 are measured and others that measure the loss, outside the training where possible."
+    given: CheckRecordings, apart: CheckRecordings | None = None
+) -> tuple[np.ndarray, CheckRecordings]:
+    """Choose samples [k, N] from which the ranges of int8 are measured, and other recordings that measure the loss.
+
+    The loss is measured on `apart`, else on some of those given, outside the training where possible.
+    """
     n = len(given)
     if apart is not None:
         compared = {x.tobytes() for x in apart.samples}
         ranges = [k for k in range(n) if given.samples[k].tobytes() not in compared]
         if not ranges:
-            raise UsageError(
-                "the recordings for the ranges of int8 are those of check, so the loss would be measured on them",
-                code="usage",
-                remedy="give other recordings, or leave check out: the recordings are divided then",
-            )
+            text = "the recordings for the ranges of int8 are those of check, so the loss would be measured on them"
+            raise UsageError(text, code="usage", remedy="give other recordings, or leave check out")
         return given.samples[ranges], apart
     if n < 2:
-        raise DataError(
-            "int8 needs one recording for the ranges and another one that measures the loss",
-            code="no-recordings",
-            found=f"{n} recording",
-            remedy="give more recordings",
-        )
+        text = "int8 needs one recording for the ranges and another one that measures the loss"
+        raise DataError(text, code="no-recordings", found=f"{n} recording")
     rows = given.not_in_training if len(given.not_in_training) else np.arange(n)
     if n - len(rows) < n // 2:  # too few others
         rows = rows[::2]
@@ -488,13 +404,11 @@ def write_synthetic(folder: Path, spec: MelSpec) -> None:
 
 # %% ../../../nbs/learn/predict/onnx_export.ipynb #0d000006
 TOLERANCE = 1e-3  # of scores and probabilities
-TOLERANCE_SINGLE = (
-    1e-2  # where one segment or one tree counts: detectors with trees, and votes other than the mean
-)
+# where one segment or one tree counts: detectors with trees, and votes other than the mean
+TOLERANCE_SINGLE = 1e-2
 TOLERANCE_SEGMENT = 2e-2  # of the score of a segment
-TOLERANCE_INT8 = (
-    0.1  # of scores: more means that the recordings are not like those that the ranges were measured on
-)
+# of scores: more means that the recordings are not like those that the ranges were measured on
+TOLERANCE_INT8 = 0.1
 TOLERANCE_SEGMENT_INT8 = 0.2
 
 
@@ -512,9 +426,8 @@ class OnnxCheck:
     score: float  # largest difference
     segment_score: float  # largest difference
     decisions: int  # recordings whose decision differs
-    rated: int = (
-        0  # recordings of AUC and balanced accuracy: those outside the training, where they have both labels
-    )
+    # recordings of AUC and balanced accuracy: those outside the training, where they have both labels
+    rated: int = 0
     rated_in_training: int | None = None
     auc: float | None = None  # of the model; None: labels are not known
     auc_predict: float | None = None  # of `predict`
@@ -524,17 +437,16 @@ class OnnxCheck:
     @property
     def text(self) -> str:
         "The differences in a sentence."
-        what, value = ("score", self.score) if self.probability is None else ("probability", self.probability)
+        what = "score" if self.probability is None else "probability"
         known = "an unknown number" if self.in_training is None else f"{self.in_training:,}"
         part = f" ({known} of them part of the training)" if self.source == "recordings" else ""
-        text = f"largest difference of the {what} {value:.1e} on {self.recordings:,} {self.source}{part}; {self.decisions:,} decisions differ"
+        on = f"{self.recordings:,} {self.source}{part}; {self.decisions:,} decisions differ"
+        text = f"largest difference of the {what} {getattr(self, what):.1e} on {on}"
         if self.auc is None:
             return text
         on = f" on {self.rated:,} that are not part of the training" if self.rated < self.recordings else ""
-        return (
-            f"{text}; AUC {self.auc:.4f} (predict: {self.auc_predict:.4f}), "
-            f"balanced accuracy {self.balanced_accuracy:.4f} ({self.balanced_accuracy_predict:.4f}){on}"
-        )
+        text += f"; AUC {self.auc:.4f} (predict: {self.auc_predict:.4f}), balanced accuracy"
+        return f"{text} {self.balanced_accuracy:.4f} ({self.balanced_accuracy_predict:.4f}){on}"
 
 
 def _ratings(right: CheckRecordings, score: np.ndarray, threshold: float) -> dict[str, Any]:
@@ -542,12 +454,11 @@ def _ratings(right: CheckRecordings, score: np.ndarray, threshold: float) -> dic
     for rows in (right.not_in_training, np.arange(len(right))):
         some = right.part(rows)
         if some.truth is not None and 0 < some.truth.sum() < len(some):
-            both = {
-                "": leak_metrics(some.truth, score[rows], threshold),
-                "_predict": leak_metrics(some.truth, some.score, threshold),
-            }
-            figures = {f"{n}{of}": own[n] for of, own in both.items() for n in ("auc", "balanced_accuracy")}
-            return figures | {"rated": len(some), "rated_in_training": some.n_in_training}
+            figures = {"rated": len(some), "rated_in_training": some.n_in_training}
+            for of, scores in (("", score[rows]), ("_predict", some.score)):
+                found = leak_metrics(some.truth, scores, threshold)
+                figures |= {f"{n}{of}": found[n] for n in ("auc", "balanced_accuracy")}
+            return figures
     return {}
 
 
@@ -568,40 +479,36 @@ def compare_model(
     runs = [session.run(None, {INPUT: right.samples[k : k + 8]}) for k in range(0, len(right), 8)]
     outputs = {name: np.concatenate(values) for name, values in zip(names, zip(*runs))}
     score = outputs["score"].astype(np.float64)
-    worst = {
-        "score": np.abs(score - right.score),
-        "segment_score": np.abs(outputs["segment_scores"] - right.segment_scores).max(1),
-    }
-    is_right = (worst["score"] <= tolerance) & (worst["segment_score"] <= segment_tolerance)
+    apart = np.abs(score - right.score)
+    segments_apart = np.abs(outputs["segment_scores"] - right.segment_scores).max(1)
+    is_right = (apart <= tolerance) & (segments_apart <= segment_tolerance)
+    of_probability: dict[str, float | None] = {"probability": None, "mean_probability": None}
     if calibration is not None:
         low, high = (calibration.probability(np.clip(right.score + d, 0, 1)) for d in (-tolerance, tolerance))
         probability = calibration.probability(right.score)
-        worst["probability"] = np.abs(outputs["probability"] - probability)
-        allowed = tolerance + np.maximum(high - probability, probability - low)
-        is_right &= worst["probability"] <= allowed
+        p = np.abs(outputs["probability"] - probability)
+        is_right &= p <= tolerance + np.maximum(high - probability, probability - low)
+        of_probability = {"probability": float(p.max()), "mean_probability": float(p.mean())}
+    worst = {"score": float(apart.max()), "segment_score": float(segments_apart.max())}
     if not is_right.all():
+        found = f"up to {worst['score']:.2g} (segments: {worst['segment_score']:.2g}) apart"
+        is_exact = tolerance < TOLERANCE_INT8
         raise DataError(
             "the ONNX model computes other scores than the detector, so the file was not written",
             code="program-differs",
-            found=f"scores up to {float(worst['score'].max()):.2g} and scores of segments up to {float(worst['segment_score'].max()):.2g} apart, "
-            f"in {int((~is_right).sum()):,} of {len(right):,} {right.source}",
-            expected=f"at most {tolerance:g} and {segment_tolerance:g} apart",
-            remedy="use the detector itself (leakmel predict), and report this error"
-            if tolerance < TOLERANCE_INT8
-            else "leave int8 out, or give more recordings",
+            found=f"{found}, wrong in {int((~is_right).sum()):,} of {len(right):,} {right.source}",
+            expected=f"at most {tolerance:g} ({segment_tolerance:g}) apart",
+            remedy="report this error" if is_exact else "leave int8 out, or give more recordings",
         )
-    p = worst.get("probability")
     return OnnxCheck(
         source=right.source,
         recordings=len(right),
         in_training=right.n_in_training,
         ranges=ranges,
         left_out=right.n_left_out,
-        probability=None if p is None else float(p.max()),
-        mean_probability=None if p is None else float(p.mean()),
-        score=float(worst["score"].max()),
-        segment_score=float(worst["segment_score"].max()),
         decisions=int(((score >= threshold) != (right.score >= threshold)).sum()),
+        **of_probability,
+        **worst,
         **_ratings(right, score, threshold),
     )
 
@@ -672,62 +579,50 @@ class OnnxExport:
     def text(self) -> str:
         "The summary as text."
         check, int8 = self.check, self.int8
-        notes = (  # whether it applies, and a sentence
-            (True, f"{'float32: ' if int8 else ''}{check.text}"),
-            (int8 is not None, int8 and f"int8: {int8.text}; ranges from {int8.ranges:,} others"),
-            (
-                check.probability is None,
-                "no output probability: the detector has no held-out scores, from which it would be calibrated",
-            ),
-            (
-                check.source != "recordings",
-                "no recordings were given: compare the file on your own ones (--recordings FOLDER)",
-            ),
-            (
-                check.left_out > 0,
-                f"not compared: {check.left_out:,} recordings that are rejected or shorter than the model's length",
-            ),
-        )
-        head = f"{show_path(self.path)}: {self.kind} detector, {self.n_bytes:,} bytes"
-        return "\n".join([head, *(f"  {text}" for applies, text in notes if applies)])
+        lines = [f"{show_path(self.path)}: {self.kind} detector, {self.n_bytes:,} bytes"]
+        lines.append(f"{'float32: ' if int8 else ''}{check.text}")
+        if int8 is not None:
+            lines.append(f"int8: {int8.text}; ranges from {int8.ranges:,} others")
+        if check.probability is None:
+            lines.append("no output probability: the detector has no held-out scores to calibrate it")
+        if check.source != "recordings":
+            lines.append("no recordings were given: compare the file on your own ones (--recordings FOLDER)")
+        if check.left_out:
+            lines.append(
+                f"not compared: {check.left_out:,} recordings, rejected or shorter than the model's length"
+            )
+        return "\n  ".join(lines)
 
     def __repr__(self) -> str:
-        return f"OnnxExport({show_path(self.path)}, {self.kind}, {self.n_bytes:,} bytes; {(self.int8 or self.check).text})"
+        about = f"{show_path(self.path)}, {self.kind}, {self.n_bytes:,} bytes"
+        return f"OnnxExport({about}; {(self.int8 or self.check).text})"
 
 
 def export_onnx(
-    model: str
-    | os.PathLike
-    | Detector,  # result of `train`, its file, or the folder of a training or of retraining rounds (their champion)
-    out: str
-    | os.PathLike
-    | None = None,  # ONNX file; None: next to the model file, with its name; another ONNX file of leakmel is replaced
+    # result of `train`, its file, or the folder of a training or of retraining rounds (their champion)
+    model: str | os.PathLike | Detector,
+    # ONNX file; None: next to the model file, with its name; another ONNX file of leakmel is replaced
+    out: str | os.PathLike | None = None,
     *,
-    recordings: str
-    | os.PathLike
-    | None = None,  # folder on which the file is compared with `predict`; None: synthetic signals
+    # folder on which the file is compared with `predict`; None: synthetic signals
+    recordings: str | os.PathLike | None = None,
     most: int = 64,  # recordings that are compared, evenly over the folder
     int8: bool = False,  # quantize the network to 8-bit integers; requires recordings
-    check: str
-    | os.PathLike
-    | None = None,  # folder on which the int8 file is compared and its loss measured; None: recordings are divided
+    # folder on which the int8 file is compared and its loss measured; None: recordings are divided
+    check: str | os.PathLike | None = None,
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
-) -> OnnxExport:  # raises LeakmelError: DataError where the scores differ by more than the tolerance; the file is not written then
-    "Write a detector as an ONNX file from samples to the calibrated probability of a leak."
+) -> OnnxExport:
+    """Write a detector as an ONNX file from samples to the calibrated probability of a leak.
+
+    Raises LeakmelError: DataError where the scores differ by more than the tolerance; the file is not written then.
+    """
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise UsageError("most must be a whole number of at least 1", code="out-of-range", found=repr(most))
     if int8 and recordings is None:
-        raise UsageError(
-            "int8 needs recordings, from which the ranges of the network's values are measured",
-            code="usage",
-            remedy="give a folder of typical recordings (recordings=, --recordings)",
-        )
+        text = "int8 needs a folder of typical recordings (recordings=, --recordings), to measure ranges of values"
+        raise UsageError(text, code="usage")
     if check is not None and not int8:
-        raise UsageError(
-            "check measures the loss of int8, and int8 was not asked for",
-            code="unused-option",
-            remedy="add int8, or give the folder as recordings",
-        )
+        raise UsageError("check measures the loss of int8: add int8", code="unused-option")
     for package in ("onnx", "onnxruntime", "onnxscript"):
         require_package(package)  # a missing package is an error now, not after the work
     from onnx.helper import set_model_props
@@ -744,7 +639,7 @@ def export_onnx(
     look = partial(require_kind, path, "ONNX file of leakmel", is_onnx_of_leakmel)
     look()
     calibration = None if detector.held_out is None else fit_calibration(detector.held_out)
-    made = onnx_model(detector, calibration, version=__version__)
+    made = onnx_model(detector, calibration)
     right = check_recordings(recordings, detector, most=most, progress=progress)
     facts = (calibration, detector.threshold)
     tolerance = TOLERANCE if detector.kind == "cnn" and detector.vote == "mean" else TOLERANCE_SINGLE

@@ -7,9 +7,9 @@ __all__ = ['SearchResult', 'search']
 
 # %% ../../../nbs/learn/search/search.ipynb #3b96ed78
 import itertools, json, math, os, time, uuid, warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from shutil import rmtree
@@ -21,15 +21,8 @@ import plotly.graph_objects as go
 
 from leakmel.audio.wav import digest_of
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from leakmel.core.errors import (
-    DataError,
-    MachineError,
-    OutputError,
-    UsageError,
-    explain,
-    install_command,
-    show_path,
-)
+from leakmel.core.errors import DataError, MachineError, OutputError, UsageError, explain, install_command
+from leakmel.core.errors import show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.parameters import answer_unknown, field_kinds
 from leakmel.core.progress import Progress, announce
@@ -40,18 +33,8 @@ from leakmel.learn.data.splits import LeakySplitWarning, Split
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.model.files import latest_checkpoint, pick_device, remove_file
 from leakmel.learn.model.settings import RESUME, SPEED_ONLY, CheckpointSettings, TrainSettings, with_length
+from leakmel.learn.train import state
 from leakmel.learn.train.loop import folder_lock, train
-from leakmel.learn.train.state import (
-    F1_COLOR,
-    LOSS_COLOR,
-    EpochFigures,
-    Sources,
-    TooShortWarning,
-    differences,
-    open_training,
-    should_stop,
-    training_identity,
-)
 
 Space = dict[str, Any]  # setting -> distribution of Optuna, which need not be installed
 
@@ -61,22 +44,21 @@ def import_optuna() -> Any:  # the module; raises UsageError where it is not ins
     try:
         import optuna
     except ImportError as e:
-        raise UsageError(
-            "a search needs Optuna, which is not installed",
-            code="package-missing",
-            remedy=f"install it: {install_command('search')}",
-        ) from e
+        remedy = f"install it: {install_command('search')}"
+        raise UsageError("a search needs Optuna", code="package-missing", remedy=remedy) from e
     return optuna
 
 # %% ../../../nbs/learn/search/search.ipynb #d11d6c3f
-LOG_SCALE_SETTINGS = ("learning_rate", "weight_decay")  # drawn on a logarithmic scale unless "log" is given
 _NOT_SEARCHED = {
     "seed": "the best of many seeds is best by chance",
     **dict.fromkeys(("detector", "keep_level"), "a search trains networks"),
     "vote": "'auto' selects the best voting rule on validation in each epoch",
     **dict.fromkeys(sorted(SPEED_ONLY), "it changes the speed only, not the weights"),
 }
-_SPACE_SYNTAX = '[low, high], {"low": ..., "high": ..., "log": true}, a list of values, or {"choices": [...]}'
+_SYNTAX = (
+    '[low, high], {"low": ..., "high": ..., "log": true} with low below high, above 0 if log, or at least two '
+    'values, none of them twice: a list, or {"choices": [...]}'
+)
 
 
 def _distribution(name: str, given: Any) -> Any:
@@ -88,33 +70,20 @@ def _distribution(name: str, given: Any) -> Any:
     if isinstance(given, (list, tuple)):
         is_range = is_number and len(given) == 2 and all(type(v) in (int, float) for v in given)
         written = dict(zip(("low", "high"), given)) if is_range else {"choices": given}
-    try:
-        match written:
-            case {"choices": [_, _, *_] as values, **more} if not more:
-                choices = [tuple(v) if isinstance(v, list) else v for v in values]
-                if any(v in choices[:k] for k, v in enumerate(choices)):
-                    raise ValueError("a choice is listed twice")
-                with warnings.catch_warnings(
-                    action="ignore"
-                ):  # lists cannot be stored in a database: they are not
+    match written:
+        case {"choices": [_, _, *_] as values, **more} if not more:
+            choices = [tuple(v) if isinstance(v, list) else v for v in values]
+            if not any(v in choices[:k] for k, v in enumerate(choices)):
+                with warnings.catch_warnings(action="ignore"):  # databases cannot store tuples: there is none
                     return tools.CategoricalDistribution(choices)
-            case {"low": int() | float() as low, "high": int() | float() as high, **more} if is_number:
-                log = more.pop("log", name in LOG_SCALE_SETTINGS and low > 0)
-                is_whole = float in kinds or not (low % 1 or high % 1)
-                if more or not isinstance(log, bool) or not low < high or not is_whole:
-                    raise ValueError(
-                        "low must be below high, both whole for a whole number, and log true or false"
-                    )
+        case {"low": int() | float() as low, "high": int() | float() as high, **more} if is_number:
+            log = more.pop("log", name in ("learning_rate", "weight_decay") and low > 0)
+            is_valid = not more and isinstance(log, bool) and low < high and (low > 0 or not log)
+            if is_valid and (float in kinds or not (low % 1 or high % 1)):
                 make = tools.FloatDistribution if float in kinds else tools.IntDistribution
                 return make(low, high, log=log)
-        raise ValueError("it is neither a range nor a list of at least two choices")
-    except ValueError as e:
-        raise UsageError(
-            f"the search space of {name} is invalid: {e}",
-            code="invalid-range",
-            found=repr(given),
-            expected=_SPACE_SYNTAX,
-        ) from e
+    text = f"the search space of {name} is invalid"
+    raise UsageError(text, code="invalid-range", found=repr(given), expected=_SYNTAX)
 
 
 def space_to_json(space: Space) -> dict[str, Any]:
@@ -127,13 +96,9 @@ def space_to_json(space: Space) -> dict[str, Any]:
     }
 
 
-def trial_settings(
-    base: TrainSettings,
-    changes: Mapping[str, Any],  # setting -> value, also as read from JSON
-) -> TrainSettings:  # raises UsageError
-    "Return the settings of a trial."
-    values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in changes.items()}
-    return replace(base, **values)
+def trial_settings(base: TrainSettings, changes: Mapping[str, Any]) -> TrainSettings:  # raises UsageError
+    "Return the settings of a trial; `changes` from settings to values, also as read from JSON."
+    return replace(base, **{n: tuple(v) if isinstance(v, list) else v for n, v in changes.items()})
 
 # %% ../../../nbs/learn/search/search.ipynb #c943498c
 DEFAULT_SPACE: dict[str, Any] = {
@@ -150,12 +115,11 @@ DEFAULT_SPACE: dict[str, Any] = {
 }
 
 
-def read_space(
-    # setting -> range or choices, JSON text of that, or a JSON file; None: `DEFAULT_SPACE`
-    given: Mapping[str, Any] | str | os.PathLike | None,
-    base: TrainSettings,  # initial settings, and settings that are not searched
-) -> Space:  # raises UsageError, DataError
-    "Read and check a search space."
+def read_space(given: Mapping[str, Any] | str | os.PathLike | None, base: TrainSettings) -> Space:
+    """Read and check a search space: setting -> range or choices, JSON text of that, or a JSON file; None: `DEFAULT_SPACE`.
+
+    `base` has the settings that are not searched. Raises UsageError, DataError.
+    """
     written: Any = given
     if given is None:
         written = {n: r for n, r in DEFAULT_SPACE.items() if base.n_band_masks or n != "band_mask_width"}
@@ -165,48 +129,38 @@ def read_space(
             written = json.loads(os.fspath(given) if is_text else Path(given).expanduser().read_bytes())
         except OSError as e:
             cause, remedy = explain(e, given)
-            raise DataError(
-                f"the search space cannot be read ({cause})", code="cannot-be-read", path=given, remedy=remedy
-            ) from e
+            text = f"the search space cannot be read ({cause})"
+            raise DataError(text, code="cannot-be-read", path=given, remedy=remedy) from e
         except (ValueError, RecursionError) as e:
-            raise UsageError(
-                f"the search space is not valid JSON ({str(e)[:80]})",
-                code="not-json",
-                found=show_path(given)[:60],
-            ) from e
+            text = f"the search space is not valid JSON ({str(e)[:80]})"
+            raise UsageError(text, code="not-json", found=show_path(given)[:60]) from e
     if not isinstance(written, Mapping) or not written:
         raise UsageError(
             "the search space is empty or not a dictionary",
             code="nothing-to-search",
             found=repr(written)[:60],
-            expected=f"a dictionary from settings to {_SPACE_SYNTAX}",
+            expected=f"a dictionary from settings to {_SYNTAX}",
         )
     known = [f.name for f in fields(TrainSettings)]
     if unknown := [answer_unknown(str(n), known) for n in written if n not in known]:
         raise UsageError("search space: " + "; ".join(unknown), code="unknown-parameter")
-    if left := [f"{n}: {_NOT_SEARCHED[n]}" for n in written if n in _NOT_SEARCHED]:
-        raise UsageError(
-            "some settings cannot be searched", code="setting-not-searched", found="; ".join(left)
-        )
+    if left := "; ".join(f"{n}: {_NOT_SEARCHED[n]}" for n in written if n in _NOT_SEARCHED):
+        raise UsageError("some settings cannot be searched", code="setting-not-searched", found=left)
     space = {name: _distribution(name, d) for name, d in written.items()}
     for group in itertools.combinations(space, min(2, len(space))):
         ends = [getattr(space[n], "choices", None) or (space[n].low, space[n].high) for n in group]
         for values in itertools.product(*ends):
-            trial_settings(
-                base, dict(zip(group, values))
-            )  # raises UsageError for settings that exclude each other
+            trial_settings(base, dict(zip(group, values)))  # raises UsageError where they exclude each other
     return space
 
 # %% ../../../nbs/learn/search/search.ipynb #8f59b590
-def objective_of(f1: float, val_loss: float) -> float:  # higher is better
+def objective_of(f1: float, val_loss: float) -> float:
     "Compute the objective that a search maximises; an undefined F1 counts as 0."
     return (0.0 if math.isnan(f1) else f1) - 1e-7 * (20.0 if math.isnan(val_loss) else val_loss)
 
 
-def changes_text(
-    changes: Mapping[str, Any],  # setting -> value
-) -> str:
-    "Format settings in one line."
+def changes_text(changes: Mapping[str, Any]) -> str:
+    "Format settings and their values in one line."
     return ", ".join(
         f"{n} {f'{v:.4g}' if isinstance(v, float) else ','.join(map(str, v)) if isinstance(v, list) else v}"
         for n, v in changes.items()
@@ -220,13 +174,18 @@ class Trial:
     number: int  # from 0: the initial settings
     state: Literal["complete", "pruned", "failed", "running"]  # pruned: ended early, below the median
     changes: dict[str, Any]  # searched setting -> value, plain
-    f1s: tuple[float, ...]  # of validation, after each epoch
-    val_losses: tuple[float, ...]
-    seconds: float  # training and validation
+    f1s: tuple[float, ...] = ()  # of validation, after each epoch
+    val_losses: tuple[float, ...] = ()
+    seconds: float = 0.0  # training and validation
     error: str = ""  # why it failed
     # number from 1 of the epoch whose weights the model has, else of the first one with the highest objective; 0: no epoch
     best_epoch: int = 0
     seed: int | None = None  # None: the seed of the search
+
+    @property
+    def name(self) -> str:
+        "Name of the folder in which it is trained."
+        return f"{self.number:04d}" + ("" if self.seed is None else f"-seed-{self.seed}")
 
     @property
     def objectives(self) -> list[float]:
@@ -237,30 +196,15 @@ class Trial:
     def f1(self) -> float:
         return self.f1s[self.best_epoch - 1] if self.f1s else math.nan
 
-    @property
-    def objective(self) -> float:
-        return self.objectives[self.best_epoch - 1]
-
     def __repr__(self) -> str:
         ended = {"pruned": f", pruned after epoch {len(self.f1s)}", "failed": f", failed: {self.error}"}
-        return (
-            f"trial {self.number}: F1 {self.f1:.4f}{ended.get(self.state, '')}; {changes_text(self.changes)}"
-        )
+        about = f"trial {self.number}: F1 {self.f1:.4f}{ended.get(self.state, '')}"
+        return f"{about}; {changes_text(self.changes)}"
 
 
-def best_of(
-    trials: Iterable[Trial],  # at least one is complete
-) -> Trial:
-    "Return the complete trial with the highest objective, the earliest of equals."
-    return max((t for t in trials if t.state == "complete"), key=lambda t: t.objective)
-
-
-def trial_folder(
-    folder: Path,  # of the search
-    trial: Trial,
-) -> Path:
-    "Return the folder in which a trial is trained."
-    return folder / "trials" / (f"{trial.number:04d}" + ("" if trial.seed is None else f"-seed-{trial.seed}"))
+def best_of(trials: Iterable[Trial]) -> Trial:
+    "Return the complete trial with the highest objective, the earliest of equals; at least one is complete."
+    return max((t for t in trials if t.state == "complete"), key=lambda t: t.objectives[t.best_epoch - 1])
 
 # %% ../../../nbs/learn/search/search.ipynb #501f7f2e
 def create_study(
@@ -291,7 +235,7 @@ def create_study(
         }
         over = optuna.trial.create_trial(
             state=optuna.trial.TrialState["FAIL" if t.state == "failed" else t.state.upper()],
-            value=t.objective if t.state == "complete" else None,
+            value=t.objectives[t.best_epoch - 1] if t.state == "complete" else None,
             params={n: values[n] for n in own},
             distributions=own,
             intermediate_values=dict(enumerate(t.objectives, 1)),
@@ -300,11 +244,8 @@ def create_study(
     return study
 
 # %% ../../../nbs/learn/search/search.ipynb #d6d99bac
-def importances(
-    study: Any,  # of `create_study`
-    names: Sequence[str],  # searched settings
-) -> dict[str, float]:  # setting -> share, the largest first, sum 1; empty: too few trials
-    "Compute the PED-ANOVA importance of each setting."
+def importances(study: Any, names: Sequence[str]) -> dict[str, float]:
+    "Compute the PED-ANOVA importance of searched settings: shares of sum 1, the largest first; none of too few trials."
     complete = [t for t in study.trials if t.state.name == "COMPLETE" and set(t.params) == set(names)]
     if len(complete) < 20 or len({t.value for t in complete}) < 2:
         return {}
@@ -317,7 +258,6 @@ def importances(
 FORMAT = "leakmel search 3"
 STATE = "search.json"
 TRIALS, MODEL, HISTORY = "trials", "model.pt", "history.csv"
-_RESULT_NAMES = (MODEL, "summary.json", HISTORY, TRIALS, "trials.csv", "checkpoints")
 
 
 def _finite(values: Mapping[str, Any]) -> Any:
@@ -325,22 +265,14 @@ def _finite(values: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(values), parse_constant=lambda word: None)
 
 
-def write_state(
-    folder: Path,
-    identity: Mapping[str, Any],  # data, settings and space, which identify the search
-    trials: Iterable[Trial],  # also those that are running
-) -> None:  # raises OutputError
-    "Write the state of a search."
+def write_state(folder: Path, identity: Mapping[str, Any], trials: Iterable[Trial]) -> None:
+    "Write the state of a search: `identity` of data, settings and space, and all trials; raises OutputError."
     values = {"format": FORMAT, "identity": identity, "trials": [asdict(t) for t in trials]}
     write_whole(folder / STATE, sealed_json(_finite(values)))
 
 
-def read_state(
-    folder: Path,
-) -> (
-    tuple[dict[str, Any], list[Trial]] | None
-):  # None: the folder has no search; raises DataError for another kind of file
-    "Read identity and trials of a search."
+def read_state(folder: Path) -> tuple[dict[str, Any], list[Trial]] | None:
+    "Read identity and trials of a search; None: the folder has none. Raises DataError for another kind of file."
     path = folder / STATE
     if not path.exists():
         return None
@@ -362,73 +294,53 @@ def read_state(
         ) from e
 
 # %% ../../../nbs/learn/search/search.ipynb #2debb562
-def resume_state(
-    folder: Path,
-    identity: Mapping[str, Any],  # plain values: `training_identity`, space and pruning
-    resume: str,  # "auto", "always" or "never"
-) -> list[
-    Trial
-]:  # raises UsageError, OutputError if the folder has another search or training, DataError if it has none to resume
-    "Return the trials of the resumed search in a folder; of a new one there are none."
+def resume_state(folder: Path, identity: Mapping[str, Any], resume: str) -> list[Trial]:
+    """Return the trials of the resumed search in a folder; of a new one there are none.
+
+    `identity` holds plain values: `training_identity`, space and pruning. Raises UsageError and OutputError
+    if the folder has another search or training, DataError if it has none to resume.
+    """
     found = read_state(folder)
     if found is None and resume == "always":
-        raise DataError(
-            "the folder has no search to resume",
-            code="nothing-to-resume",
-            path=folder,
-            remedy="run again without resume='always' to start a new search",
-        )
-    if found is None and (present := [n for n in _RESULT_NAMES if os.path.lexists(folder / n)]):
-        raise OutputError(
-            "the folder holds files that no search wrote",
-            code="output-exists",
-            path=folder,
-            found=", ".join(present),
-            remedy="choose another folder, or move it elsewhere",
-        )
+        raise DataError("the folder has no search to resume", code="nothing-to-resume", path=folder)
+    names = (MODEL, "summary.json", HISTORY, TRIALS, "trials.csv", "checkpoints")
+    if found is None and (present := ", ".join(n for n in names if os.path.lexists(folder / n))):
+        text = "the folder holds files that no search wrote: choose another one"
+        raise OutputError(text, code="output-exists", path=folder, found=present)
     if found is None or resume == "never":
         for path in (folder / TRIALS).glob("[0-9]*"):
             rmtree(path, ignore_errors=True)
         return []
     then, trials = found
     own = [n for n in ("space", "pruning") if then.get(n) != identity[n]]
-    changed = [f"{n} was {then.get(n)}, is now {identity[n]}" for n in own] + differences(then, identity)
-    if changed:
+    changed = [f"{n} was {then.get(n)}, is now {identity[n]}" for n in own]
+    if changed := changed + state.differences(then, identity):
         raise UsageError(
             "the folder holds another search",
             code="another-run-in-folder",
             path=folder,
             found="; ".join(changed),
-            remedy="use its data, settings and space to resume it, or choose another folder; resume='never' starts over and replaces it",
+            remedy="resume it with its data, settings and space, or replace it (resume='never')",
         )
     return trials
 
 # %% ../../../nbs/learn/search/search.ipynb #59c27879
-def verdict(
-    best: Trial,
-    before: Sequence[Trial],  # with the initial settings
-    after: Sequence[Trial],  # the same seeds with the settings of the best trial
-) -> tuple[bool | None, str]:  # whether it is shown to be better (None: not tested), and a sentence
-    "Decide whether the best settings are better than the initial settings."
+def verdict(best: Trial, before: Sequence[Trial], after: Sequence[Trial]) -> tuple[bool | None, str]:
+    """Decide whether the best settings are better than the initial ones: a sentence, and None where it is not tested.
+
+    `before` are trainings of other seeds with the initial settings, `after` those of the same seeds with the best ones.
+    """
     if best.number == 0:
         return False, "no trial is better than the initial settings: keep them"
-    if len(after) < 2 or len(before) != len(after):
+    if (n := len(after)) < 2 or len(before) != n:
         return None, "the difference may be luck: confirm it with at least two other seeds"
     if not all(new.f1 > old.f1 for new in after for old in before):  # also where one is undefined
-        return (
-            False,
-            "the best settings are not shown to be better: with other seeds their F1 is lower than that of the initial settings, or the ranges overlap",
-        )
-    n = len(after)
-    return (
-        True,
-        f"the best settings are better with each of {n} other seeds (chance alone gives this once in {math.comb(2 * n, n):,} searches)",
-    )
+        text = "the best settings are not shown to be better: with other seeds their F1 is lower than that of the initial settings, or the ranges overlap"
+        return False, text
+    by_chance = f"chance alone gives this once in {math.comb(2 * n, n):,} searches"
+    return True, f"the best settings are better with each of {n} other seeds ({by_chance})"
 
 # %% ../../../nbs/learn/search/search.ipynb #d4f37636
-_SYMBOLS = {"complete": "circle", "pruned": "x-thin-open", "failed": "triangle-down"}
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class SearchResult(RowTable):
     "Result of a search that is finished or reached its time limit."
@@ -475,15 +387,15 @@ class SearchResult(RowTable):
         "Draw the F1 of each trial, and the best one so far."
         shown = [t for t in self.trials if t.f1s]
         numbers = [t.number for t in shown]
+        symbols = {"complete": "circle", "pruned": "x-thin-open", "failed": "triangle-down"}
+        texts = [f"{t.state}, {len(t.f1s)} epochs: {changes_text(t.changes)}" for t in shown]
         points = go.Scatter(
             name="trials",
             x=numbers,
             y=f32([t.f1 for t in shown]),
             mode="markers",
-            marker=dict(color=F1_COLOR, symbol=[_SYMBOLS[t.state] for t in shown], size=8),
-            customdata=[
-                plain_text(f"{t.state}, {len(t.f1s)} epochs: {changes_text(t.changes)}") for t in shown
-            ],
+            marker=dict(color=state.F1_COLOR, symbol=[symbols[t.state] for t in shown], size=8),
+            customdata=list(map(plain_text, texts)),
             hovertemplate="trial %{x}: F1 %{y:.4f}<br>%{customdata}<extra></extra>",
         )
         complete = pd.Series([t.f1 if t.state == "complete" else math.nan for t in shown])
@@ -492,11 +404,10 @@ class SearchResult(RowTable):
             x=numbers,
             y=f32(complete.cummax().ffill()),
             mode="lines",
-            line=dict(color=LOSS_COLOR, width=2, shape="hv"),
+            line=dict(color=state.LOSS_COLOR, width=2, shape="hv"),
             hoverinfo="skip",
         )
-        best = self.best
-        n = f"{len(self.trials):,}"
+        best, n = self.best, f"{len(self.trials):,}"
         gain = f"F1 {self.base.f1:.3f} with the initial settings, {best.f1:.3f} in trial {best.number} of {n}"
         figure = styled_figure(
             [points, best_line],
@@ -512,96 +423,28 @@ class SearchResult(RowTable):
         "Yield titles and values of the summary."
         s = self.summary
         best = self.best
-        ended = ", ".join(f"{n} {state}" for state in ("pruned", "failed") if (n := s[f"{state}_trials"]))
-        again = s["other_seeds"] or {"seeds": 0}
+        again = s["other_seeds"] or {}
         ranges = [again[k] for k in ("base", "best") if k in again]
         f1s = ["undefined" if None in r else f"{r[0]:.4f} to {r[1]:.4f}" for r in ranges]
-        seeds = f"{again['seeds']} other seed{'s' * (again['seeds'] != 1)}: {' for the initial settings, '.join(f1s)}"
-        found = (  # the title, the text, and whether it is shown
-            ("BEWARE", s["stamp"], s["stamp"]),
-            (
-                "trials",
-                f"{len(self.trials):,} of {s['trials_wanted']:,}{ended and f', of which {ended}'}",
-                True,
-            ),
-            ("initial", f"F1 {self.base.f1:.4f}: {changes_text(self.base.changes)}", True),
-            ("best", f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}", best.number),
-            ("seeds", f"F1 with {seeds} for the best ones", s["other_seeds"]),
-            (
-                "settings",
-                f"importance (PED-ANOVA, approximate): {', '.join(f'{n} {v:.2f}' for n, v in self.importances.items())}",
-                self.importances,
-            ),
-            ("verdict", s["verdict"], True),
-            (
-                "note",
-                "the best F1 was selected on validation and is too optimistic: evaluate the model on test recordings (lm.evaluate)",
-                True,
-            ),
-            ("model", show_path(self.model_path), True),
-            ("time", f"{seconds_text(s['seconds'])} of training, {s['device']}", True),
-        )
-        yield from ((title, text) for title, text, is_shown in found if is_shown)
+        seeds = f"{' for the initial settings, '.join(f1s)} for the best ones"
+        ended = ", ".join(f"{n} {how}" for how in ("pruned", "failed") if (n := s[f"{how}_trials"]))
+        shares = ", ".join(f"{n} {v:.2f}" for n, v in self.importances.items())
+        found = f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}" * (best.number > 0)
+        texts = {
+            "BEWARE": s["stamp"],
+            "trials": f"{len(self.trials):,} of {s['trials_wanted']:,}{ended and f', of which {ended}'}",
+            "initial": f"F1 {self.base.f1:.4f}: {changes_text(self.base.changes)}",
+            "best": found,
+            "seeds": again and f"F1 with other seeds ({again['seeds']}): {seeds}",
+            "settings": shares and f"importance (PED-ANOVA, approximate): {shares}",
+            "verdict": s["verdict"],
+            "note": f"{s['note']} (lm.evaluate)",
+            "model": show_path(self.model_path),
+            "time": f"{seconds_text(s['seconds'])} of training, {s['device']}",
+        }
+        yield from ((title, text) for title, text in texts.items() if text)
 
 # %% ../../../nbs/learn/search/search.ipynb #b7526ac2
-def _train(
-    trial: Trial,  # running
-    folder: Path,  # of the search
-    base: TrainSettings,
-    earlier: Sequence[Trial],  # finished trials, with which pruning compares
-    pruning: dict[str, int],  # as `create_study` takes it
-    how: dict[str, Any],  # other arguments of `train`
-    stop_file: Path | None,  # where this file appears, the training ends
-    n_together: int,  # trainings at the same time on a cluster; 0: there is none
-    note: Callable[[str], object] = str,  # called after each epoch
-) -> tuple[Trial, Exception | None]:  # result of the training, and the error that ended it
-    "Train, or continue an interrupted training; prune the trial where the earlier trials are better."
-    import torch
-
-    optuna = import_optuna()
-    here = trial_folder(folder, trial)
-    settings = trial_settings(base, trial.changes | ({} if trial.seed is None else {"seed": trial.seed}))
-    epochs = list[EpochFigures]()
-    probe = create_study(earlier, {}, base, **pruning).ask()
-
-    def after_epoch(e: EpochFigures) -> None:
-        epochs.append(e)
-        probe.report(objective_of(e.f1, e.val_loss), len(epochs))
-        note(f"trial {trial.number}, epoch {e.epoch}, F1 {e.f1:.3f}")
-        is_stopped = stop_file is not None and stop_file.exists()
-        is_last = len(epochs) >= settings.epochs or should_stop(epochs, settings.early_stop_epochs)
-        if is_stopped or trial.seed is None and not is_last and probe.should_prune():
-            raise optuna.TrialPruned
-
-    done = replace(trial, state="pruned")
-    error: Exception | None = None
-    with ExitStack() as stack, warnings.catch_warnings(), suppress(optuna.TrialPruned):
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        if n_together:
-            torch.set_num_threads(min(torch.get_num_threads(), cores_of_task(n_together)))
-        try:
-            if (saved := latest_checkpoint(here / "checkpoints")) is not None:
-                for e in saved[1].get("epochs", []):
-                    after_epoch(EpochFigures(**e))
-            for kind in (LeakySplitWarning, TooShortWarning):
-                warnings.simplefilter("ignore", kind)  # reported once, when the search begins
-            own = {"out": here, "settings": settings, "device": pick_device(how["device"])}
-            result = train(**how | own, progress=False, after_epoch=after_epoch)
-            done = replace(trial, state="complete", best_epoch=result.best_epoch)
-        except (DataError, MachineError) as e:
-            error = e
-            done = replace(trial, state="failed", error=str(e))
-    objectives = [objective_of(e.f1, e.val_loss) for e in epochs]
-    done = replace(
-        done,
-        f1s=tuple(e.f1 for e in epochs),
-        val_losses=tuple(e.val_loss for e in epochs),
-        seconds=sum(e.seconds for e in epochs),
-        best_epoch=done.best_epoch or (1 + objectives.index(max(objectives)) if epochs else 0),
-    )
-    return done, error
-
-# %% ../../../nbs/learn/search/search.ipynb #b7526ac3
 @dataclass(eq=False)
 class _Search:
     "A search in its folder."
@@ -612,10 +455,11 @@ class _Search:
     space: Space
     pruning: dict[str, int]  # as `create_study` takes it
     how: dict[str, Any]  # other arguments of `train`
-    bar: Progress
+    stop_file: Path  # where this file appears, trainings on the cluster end
     show: str  # as for Progress
+    bar: Progress | None  # this and the client: None in a process of a cluster
     client: Any  # of `open_cluster`; None: this process trains
-    stop_file: Path | None
+    n_together: int  # trainings at the same time on the cluster; 0: there is none
     # by number and seed, in the order in which they began
     rows: dict[tuple[int, int | None], Trial] = field(default_factory=dict)
     reserve: float = 0.0  # seconds of the trainings with other seeds
@@ -625,12 +469,17 @@ class _Search:
         "Finished trials by number; the first one is always complete."
         return [t for t in self.rows.values() if t.seed is None and t.state != "running"]
 
+    def note(self, text: str) -> None:
+        "Show what is under way."
+        if self.bar is not None:
+            self.bar.update(len(self.trials), text)
+
     def keep(self, *trials: Trial) -> None:
         "Store trials, and remove files that finished ones no longer need; raises OutputError."
         self.rows |= {(t.number, t.seed): t for t in trials}
         write_state(self.folder, self.identity, self.rows.values())
         for t in self.rows.values():
-            here = trial_folder(self.folder, t)
+            here = self.folder / TRIALS / t.name
             if t.seed is not None:
                 rmtree(here, ignore_errors=True)
             for path in here.glob("*") if t.state != "running" else ():
@@ -641,30 +490,18 @@ class _Search:
 
     def trained(self, trials: Iterator[Trial]) -> Iterator[tuple[Trial, Exception | None]]:
         "Train here or on the cluster; the next trial is taken after a result was used."
+        if self.client is None:
+            yield from (_train(t, self) for t in trials)
+            return
         given = list[Trial]()
 
-        def calls(*more: Any) -> Iterator[Any]:
+        def calls() -> Iterator[tuple[Trial, _Search]]:
             for trial in trials:
                 given.append(trial)
-                yield (
-                    trial,
-                    self.folder,
-                    self.base,
-                    self.trials,
-                    self.pruning,
-                    self.how,
-                    self.stop_file,
-                    *more,
-                )
+                yield trial, replace(self, rows=dict(self.rows), bar=None, client=None)
 
-        if self.client is None:
-            yield from itertools.starmap(
-                _train, calls(0, lambda text: self.bar.update(self.bar.n_done, text))
-            )
-            return
-        n = n_processes(self.client)
         names = (f"leakmel-trial-{given[-1].number}" for _ in itertools.count())
-        results = run_tasks(self.client, _train, calls(n), names, most=n, yield_deaths=True)
+        results = run_tasks(self.client, _train, calls(), names, most=self.n_together, yield_deaths=True)
         with closing(results):
             for k, result in results:
                 is_dead = isinstance(result, MachineError)
@@ -686,7 +523,7 @@ class _Search:
                 proposed = create_study(begun, self.space, self.base).ask(self.space).params
                 values = proposed if number else vars(self.base)
                 changes = {n: list(v) if isinstance(v := values[n], tuple) else v for n in self.space}
-                trial = Trial(number, "running", changes, (), (), 0.0)
+                trial = Trial(number, "running", changes)
                 self.keep(trial)  # so that it is continued with the same settings
             yield trial
 
@@ -694,21 +531,18 @@ class _Search:
         "Run trials until their number or the time is reached; then train initial and best settings with other seeds."
         ends = time.monotonic() + seconds
         for most in (1, n_trials):  # the first trial must succeed before others begin
-            lost = list[tuple[Trial, Exception]]()  # of processes that ended
             for trial, error in self.trained(self.proposals(most, again, ends, seconds)):
                 if error is not None and all(t.state == "failed" for t in self.trials[-4:]):
                     raise error  # the first trial must succeed, and one of five in a row
-                if error is not None and isinstance(error.__cause__, BrokenExecutor):
-                    lost.append((trial, error))
-                    continue
+                is_broken = error is not None and isinstance(error.__cause__, BrokenExecutor)
+                if is_broken and sum(t.state == "running" for t in self.rows.values()) > 1:
+                    raise error  # which one ended the processes is not known: the next search repeats all
                 self.keep(trial)
+                if is_broken:
+                    raise error
                 best = best_of(self.trials)
-                self.bar.update(len(self.trials), f"best F1 {best.f1:.4f} in trial {best.number}")
+                self.note(f"best F1 {best.f1:.4f} in trial {best.number}")
                 announce(repr(trial), show=self.show)
-            if len(lost) == 1:
-                self.keep(lost[0][0])
-            if lost:  # of several, the one that ended the processes is not known: the next search repeats all
-                raise lost[0][1]
         best = best_of(self.trials)
         if not best.number or len(self.trials) < n_trials and self.reserve >= seconds:
             return
@@ -727,10 +561,9 @@ class _Search:
         seeded = [t for t in self.rows.values() if t.seed is not None and best.number]
         before, after = ([t for t in seeded if t.number == n][:again] for n in (0, best.number))
         is_better, sentence = verdict(best, before, after)
+        f1s = {"base": [t.f1 for t in before], "best": [t.f1 for t in after]}
         ranges = {
-            name: [float(f([t.f1 for t in own])) for f in (np.min, np.max)]
-            for name, own in (("base", before), ("best", after))
-            if before and after
+            name: [float(np.min(own)), float(np.max(own))] for name, own in f1s.items() if before and after
         }
         chosen = {
             "trials": len(trials),
@@ -757,19 +590,12 @@ class _Search:
             "device": str(self.how["device"]),
             "seconds": sum(t.seconds for t in self.rows.values()),
         }
-        detector = load_detector(trial_folder(self.folder, best) / MODEL)
+        detector = load_detector(self.folder / TRIALS / best.name / MODEL)
         detector.record = detector.record | {"search": _finite(chosen)}
-        result = SearchResult(
-            folder=self.folder,
-            trials=tuple(trials),
-            best=best,
-            settings=trial_settings(self.base, best.changes),
-            detector=detector,
-            model_path=detector.save(self.folder / MODEL),
-            again=(*before, *after),
-            importances=shares,
-            summary=_finite(summary),
-        )
+        settings = trial_settings(self.base, best.changes)
+        model = detector.save(self.folder / MODEL)
+        found = (self.folder, tuple(trials), best, settings, detector, model, (*before, *after), shares)
+        result = SearchResult(*found, summary=_finite(summary))
         table = result.table().reset_index().astype(object)
         write_whole(self.folder / "trials.csv", table.to_csv(index=False), sync=False)
         write_whole(self.folder / "summary.json", json.dumps(result.summary, indent=1) + "\n", sync=False)
@@ -780,34 +606,59 @@ class _Search:
             remove_file(path)
         return result
 
+
+def _train(trial: Trial, s: _Search) -> tuple[Trial, Exception | None]:
+    "Train, or continue an interrupted training, and prune it by the trials of `s`; the error is what ended it."
+    import torch
+
+    optuna = import_optuna()
+    here = s.folder / TRIALS / trial.name
+    settings = trial_settings(s.base, trial.changes | ({} if trial.seed is None else {"seed": trial.seed}))
+    epochs = list[state.EpochFigures]()
+    probe = create_study(s.trials, {}, s.base, **s.pruning).ask()
+
+    def after_epoch(e: state.EpochFigures) -> None:
+        epochs.append(e)
+        probe.report(objective_of(e.f1, e.val_loss), len(epochs))
+        s.note(f"trial {trial.number}, epoch {e.epoch}, F1 {e.f1:.3f}")
+        is_last = len(epochs) >= settings.epochs or state.should_stop(epochs, settings.early_stop_epochs)
+        is_stopped = s.n_together > 0 and s.stop_file.exists()
+        if is_stopped or trial.seed is None and not is_last and probe.should_prune():
+            raise optuna.TrialPruned
+
+    ended: dict[str, Any] = {"state": "pruned"}  # fields of the trial
+    error: Exception | None = None
+    n_threads = torch.get_num_threads()
+    try:
+        if s.n_together:
+            torch.set_num_threads(min(n_threads, cores_of_task(s.n_together)))
+        with warnings.catch_warnings(), suppress(optuna.TrialPruned):
+            saved = latest_checkpoint(here / "checkpoints")
+            for e in saved[1].get("epochs", []) if saved is not None else ():
+                after_epoch(state.EpochFigures(**e))
+            for kind in (LeakySplitWarning, state.TooShortWarning):
+                warnings.simplefilter("ignore", kind)  # reported once, when the search begins
+            own = {"out": here, "settings": settings, "device": pick_device(s.how["device"])}
+            result = train(**s.how | own, progress=False, after_epoch=after_epoch)
+            ended = {"state": "complete", "best_epoch": result.best_epoch}
+    except (DataError, MachineError) as e:
+        error = e
+        ended = {"state": "failed", "error": str(e)}
+    finally:
+        torch.set_num_threads(n_threads)
+    reached = [objective_of(e.f1, e.val_loss) for e in epochs]
+    figures = {
+        "f1s": tuple(e.f1 for e in epochs),
+        "val_losses": tuple(e.val_loss for e in epochs),
+        "seconds": sum(e.seconds for e in epochs),
+        "best_epoch": 1 + reached.index(max(reached)) if reached else 0,
+    }
+    return replace(trial, **figures | ended), error
+
 # %% ../../../nbs/learn/search/search.ipynb #e7e1055d
-def _check_arguments(
-    resume: str, numbers: dict[str, Any], settings: TrainSettings
-) -> None:  # raises UsageError
-    if resume not in RESUME:
-        raise UsageError(
-            "the value of resume is unknown",
-            code="unknown-value",
-            found=repr(resume),
-            expected=", ".join(RESUME),
-        )
-    for name, value in numbers.items():
-        kinds = (int, float, type(None)) if name == "hours" else (int,)
-        if type(value) not in kinds or value is not None and not int(name == "trials") <= value < math.inf:
-            raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
-    if settings.detector not in ("auto", "cnn"):
-        raise UsageError(
-            "a search trains networks only, but another kind of detector was asked for",
-            code="wrong-value",
-            found=f"detector {settings.detector!r}",
-            expected="detector 'cnn', or 'auto' to leave it open",
-            remedy="train this kind without a search (leakmel train)",
-        )
-
-
 def search(
-    training: Sources,  # training data sets; with `split` all data sets that the split divides
-    validation: Sources | None = None,  # data sets that evaluate the trials
+    training: state.Sources,  # training data sets; with `split` all data sets that the split divides
+    validation: state.Sources | None = None,  # data sets that evaluate the trials
     *,
     out: str | os.PathLike,  # folder of the search; an interrupted search there is resumed
     # setting -> [low, high] or a list of choices, JSON text or a JSON file of that; None: the default space
@@ -834,33 +685,31 @@ def search(
 ) -> SearchResult:  # raises UsageError, DataError, OutputError, MachineError
     "Search the settings of a training on validation; an interrupted search is resumed. Trials of several processes depend on the order in which they end."
     pruning = {"prune_after": prune_after, "prune_epochs": prune_epochs}
-    given = settings or TrainSettings()
-    _check_arguments(resume, {"trials": trials, "again": again, **pruning, "hours": hours}, given)
+    if resume not in RESUME:
+        raise UsageError(
+            "unknown resume", code="unknown-value", found=repr(resume), expected=", ".join(RESUME)
+        )
+    for name, value in {"trials": trials, "again": again, **pruning, "hours": hours}.items():
+        kinds = (int, float, type(None)) if name == "hours" else (int,)
+        if type(value) not in kinds or value is not None and not int(name == "trials") <= value < math.inf:
+            raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
     began = time.monotonic()
-    base = replace(given, detector="cnn")
+    base = replace(settings or TrainSettings(), detector="cnn")
+    if settings is not None and settings.detector not in ("auto", "cnn"):
+        found = f"detector {settings.detector!r}"
+        raise UsageError("a search trains networks (detector cnn) only", code="wrong-value", found=found)
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
-    found = read_space(space, base)
+    searched = read_space(space, base)
     folder = user_path(out)
-    how: dict[str, Any] = dict(
-        leak_label=leak_label,
-        kind=kind,
-        leave_out=leave_out,
-        split=split,
-        allow_leaky_split=allow_leaky_split,
-        legacy=legacy,
-        training=training,
-        validation=validation,
-    )
-    with open_training(settings=replace(base, preload_to_ram=False), progress=show, **how) as data:
+    how: dict[str, Any] = dict(leak_label=leak_label, kind=kind, leave_out=leave_out, legacy=legacy)
+    how |= dict(training=training, validation=validation, split=split, allow_leaky_split=allow_leaky_split)
+    with state.open_training(settings=replace(base, preload_to_ram=False), progress=show, **how) as data:
         if data.validation is None:
-            raise UsageError(
-                "a search needs recordings for validation",
-                code="validation-missing",
-                remedy="pass validation=, or a split with a validation part",
-            )
+            text = "a search needs recordings for validation: validation=, or a split with such a part"
+            raise UsageError(text, code="validation-missing")
         base = with_length(base, len(data.training))
-        own = {"space": space_to_json(found), "pruning": list(pruning.values())}
-        identity = json.loads(json.dumps(training_identity(data, base) | own))
+        own = {"space": space_to_json(searched), "pruning": list(pruning.values())}
+        identity = json.loads(json.dumps(state.training_identity(data, base) | own))
         stamp = "" if data.split is None else data.split.stamp
     # of a cluster, each process picks its own device
     how |= {"device": pick_device(device) if cluster is None else device, "checkpoints": checkpoints}
@@ -869,20 +718,20 @@ def search(
         folder_lock(folder, "search or training"),
         Progress(trials, unit="trials", label="search", show=show) as bar,
     ):
-        stop_file = None if client is None else folder / f".{uuid.uuid4().hex[:8]}.stop"
+        stop_file = folder / f".{uuid.uuid4().hex[:8]}.stop"
         before = resume_state(folder, identity, resume)
-        s = _Search(folder, identity, base, found, pruning, how, bar, show, client, stop_file)
+        n = 0 if client is None else n_processes(client)
+        s = _Search(folder, identity, base, searched, pruning, how, stop_file, show, bar, client, n)
         try:
             s.keep(*before)
-            bar.update(len(s.trials), f"{len(s.trials):,} trials finished before")
+            s.note(f"{len(s.trials):,} trials finished before")
             s.run(trials, again, math.inf if hours is None else began + 3600 * hours - time.monotonic())
             return s.conclude(trials, again, stamp)
         except BaseException as e:
-            if stop_file is not None:
+            if n:
                 with suppress(OSError):
                     stop_file.touch()  # trainings on the cluster end after their epoch
-            if not isinstance(e, Exception):
-                # in place of the note of the training
+            if not isinstance(e, Exception):  # in place of the note of the training
                 same = "the same command" + (" without resume='never'" if resume == "never" else "")
                 done = f"The search was interrupted after {len(s.trials):,} trials"
                 e.__notes__ = [f"{done}: run {same} to resume it ({show_path(folder)})"]
