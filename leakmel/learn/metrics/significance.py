@@ -278,6 +278,11 @@ class ScoredModel:
     counts: Confusion  # sum over seeds
     draws: dict[str, np.ndarray] = field(repr=False)  # [D] each figure in every draw, mean over seeds
 
+    def row(self, figure: str) -> dict[str, float]:
+        "Return a figure with the ends of its interval, as columns of a table."
+        i = self.intervals[figure]
+        return {figure: self.figures[figure], f"{figure}_low": i.low, f"{figure}_high": i.high}
+
     @property
     def summary(self) -> dict:
         "Return plain values."
