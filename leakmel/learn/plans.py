@@ -34,9 +34,8 @@ class DataSets:
 
 
 def find_data_sets(
-    data: str
-    | os.PathLike
-    | None,  # folder, or file of the training recordings; None: the newest below runs/, else the demo set
+    # folder, or file of the training recordings; None: the newest below runs/, else the demo set
+    data: str | os.PathLike | None,
     validation: str | os.PathLike | None = None,
     testing: str | os.PathLike | None = None,
     *,

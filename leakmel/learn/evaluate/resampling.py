@@ -38,16 +38,8 @@ from leakmel.learn.metrics.significance import MIN_GROUPS, differences, plain, s
 from leakmel.learn.model.spectral import BASELINE_TITLES, baseline_features
 from leakmel.learn.model.files import pick_device, require_result
 from leakmel.learn.model.settings import TrainSettings
-from leakmel.learn.train.folds import (
-    NO_CHOICE,
-    QUALITY,
-    Fit,
-    FoldTrainer,
-    compare_with_baselines,
-    joined_groups,
-    make_folds,
-    run_fits,
-)
+from leakmel.learn.train import folds
+from leakmel.learn.train.folds import Fit, NO_CHOICE, QUALITY
 from leakmel.learn.train.state import Sources, TrainingData, open_training
 from leakmel.learn.train.loop import folder_lock
 
@@ -315,7 +307,7 @@ class Resampling:
         "Group the recordings; groups that share content are one."
         if not isinstance(group, str):
             group = group_values(self.table, group, missing="one")[self.data.training.rows]
-        return joined_groups(self.recordings, group)
+        return folds.joined_groups(self.recordings, group)
 
     def fits(
         self, of: Any, groups: stats.Groups
@@ -325,11 +317,11 @@ class Resampling:
         classes, code = self.data.training.labels, groups.code
         few = len(groups) <= MOST_LEFT_OUT and can_be_left_out(label_counts(code, classes)).all()
         for seed in range(self.seeds):
-            fold = code if few else make_folds(classes, code, self.n_folds, self.settings.seed + seed)
+            fold = code if few else folds.make_folds(classes, code, self.n_folds, self.settings.seed + seed)
             for k in range(int(fold.max()) + 1):
                 fit = Fit(of, groups, seed, k, np.flatnonzero(fold != k), np.flatnonzero(fold == k))
                 if self.settings.detector == "blend":  # it needs folds inside each fold
-                    make_folds(classes[fit.learned], code[fit.learned], 5, seed)
+                    folds.make_folds(classes[fit.learned], code[fit.learned], 5, seed)
                 found.append(fit)
         return found
 
@@ -340,7 +332,7 @@ class Resampling:
     ) -> tuple[dict[Any, dict[str, np.ndarray]], pd.DataFrame]:
         "Fit detectors and baselines; return, of what fits belong to, [S, n] folds and scores, and a row for each fit."
         keep = None if self.folder is None else self.folder / "cross-validation"
-        trainer = FoldTrainer(self.data, self.settings, fits[0].groups, self.device, keep, n_threads=1)
+        trainer = folds.FoldTrainer(self.data, self.settings, fits[0].groups, self.device, keep, n_threads=1)
         features = baseline_features(trainer.ds, progress="none") if baselines else {}
         if self.settings.detector != "cnn":
             _ = trainer.features  # read once, not in each process
@@ -351,7 +343,7 @@ class Resampling:
         label = self.name.replace("_", " ")
         total = sum(len(fit.held_out) for fit in fits)
         with Progress(total, unit="recordings", label=label, show=self.show) as bar:
-            for k, (facts, scores) in run_fits(trainer, features, fits, self.jobs, self.cluster):
+            for k, (facts, scores) in folds.run_fits(trainer, features, fits, self.jobs, self.cluster):
                 rows.append(facts)
                 for name, values in scores.items():
                     found[fits[k].of][name][fits[k].seed, fits[k].held_out] = values
@@ -380,7 +372,9 @@ class Resampling:
             folds=rows.sort_values(["seed", "fold"], ignore_index=True).drop(columns=["of", "n_done"]),
             seeds=pd.DataFrame([leak_metrics(truth, own) for own in scores["detector"]])[[*QUALITY]],
             labels_by_people=self.data.labels_by_people,
-            **compare_with_baselines(boot, scores, self.settings.detector, set(rows["kind"]) == {"spectral"}),
+            **folds.compare_with_baselines(
+                boot, scores, self.settings.detector, set(rows["kind"]) == {"spectral"}
+            ),
             **self.facts(rows),
         )
 
@@ -465,7 +459,7 @@ def find_grouping(
     "Group recordings by a name; where there are no groups, return also the code and the reason, a sentence."
     if name == "recording":
         paths = table["path"] if "path" in table else [f"recording {k}" for k in range(len(table))]
-        return joined_groups(table, stats.Groups(name, np.arange(len(table)), tuple(paths))), {}
+        return folds.joined_groups(table, stats.Groups(name, np.arange(len(table)), tuple(paths))), {}
     none = stats.Groups("", np.zeros(0, np.int64), ())
     try:
         values = group_values(table, name, missing="one")
@@ -477,7 +471,7 @@ def find_grouping(
     if n == len(values):
         return none, {"code": "no-group", "reason": f"No recording has a {group_name(name)}."}
     note = f"{n:,} of {len(values):,} recordings have no {group_name(name)} and form one group"
-    return joined_groups(table, stats.encode_groups(name, values, note if n else "")), {}
+    return folds.joined_groups(table, stats.encode_groups(name, values, note if n else "")), {}
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #ge000008
 _MAY_SHARE_PIPES = ("recording", "session", "date")  # such groups may be of one pipe

@@ -137,9 +137,7 @@ def leak_metrics(
     y_true: ArrayLike,  # [B] bool, True: a leak
     score: ArrayLike,  # [B], higher: more of a leak
     threshold: float = 0.5,  # a leak from here on
-) -> dict[
-    str, float
-]:  # accuracy, balanced_accuracy, precision, sensitivity, specificity, f1, auc; NaN where undefined
+) -> dict[str, float]:  # each of FIGURES; NaN where undefined
     "Compute all figures of a detector."
     c = confusion(y_true, score, threshold)
     figures = figures_of_counts([c.true_leak, c.missed_leak, c.false_alarm, c.true_normal])
@@ -154,14 +152,11 @@ def why_undefined(
     "Explain which figures are undefined."
     c = confusion(y_true, score, threshold)
     no_leak = not c.true_leak + c.missed_leak
+    all_leaks = not c.false_alarm + c.true_normal
     reasons = (  # the first one that holds counts
         (not c.n, "no recording", FIGURES),
         (no_leak, "no recording is a leak", ("balanced_accuracy", "sensitivity", "auc")),
-        (
-            not c.false_alarm + c.true_normal,
-            "every recording is a leak",
-            ("balanced_accuracy", "specificity", "auc"),
-        ),
+        (all_leaks, "every recording is a leak", ("balanced_accuracy", "specificity", "auc")),
         (not c.true_leak + c.false_alarm, "no recording was classified as a leak", ("precision",)),
         (c.n == c.true_normal, "no recording is a leak or was classified as one", ("f1",)),
     )
@@ -455,9 +450,7 @@ class AlarmThreshold:
     threshold: float  # a leak from here on, 0 to 1
     per_100: float  # budget: false alarms per 100 recordings without a leak
     is_guaranteed: bool  # conformal, for a recording of a new group
-    expected: (
-        float  # false alarms per 100 recordings of groups that were left out of the choice; NaN: not known
-    )
+    expected: float  # false alarms per 100 recordings of groups left out of the choice; NaN: not known
     low: float  # 95 % of the draws are between low and high
     high: float
     sensitivity: float  # share of the held-out leaks from the threshold on; NaN: there is none
@@ -482,9 +475,7 @@ def alarm_threshold(
     *,
     n_draws: int = 400,  # of groups
     seed: int = 0,
-) -> (
-    AlarmThreshold
-):  # raises UsageError for an impossible budget, DataError without recordings that have no leak
+) -> AlarmThreshold:  # raises UsageError, DataError without recordings that have no leak
     "Choose a threshold for an alarm budget, and measure how well it is kept on new groups."
     if isinstance(per_100, bool) or not 0 < per_100 < 100:
         raise UsageError(

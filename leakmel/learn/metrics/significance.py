@@ -17,17 +17,8 @@ import numpy as np
 
 from leakmel.core.errors import UsageError, show_path
 from leakmel.learn.data.groups import Group, group_name, group_values, names_by_sensor
-from leakmel.learn.metrics.metrics import (
-    FIGURES,
-    Confusion,
-    check_scores,
-    confusion,
-    counts_by_group,
-    figures_of_counts,
-    leak_metrics,
-    roc,
-    why_undefined,
-)
+from leakmel.learn.metrics import metrics
+from leakmel.learn.metrics.metrics import FIGURES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,9 +65,7 @@ _PIECE_MARK = re.compile(r"[_~ -]+(?:t|part|piece|clip|seg|segment|chunk)[_-]?\d
 
 def source_names(
     paths: Iterable[str],  # of recordings
-) -> (
-    np.ndarray
-):  # [B] str: the name that pieces of one recording share; empty for a name without a mark of a piece
+) -> np.ndarray:  # [B] str: the name that pieces of one recording share; empty for a name without such a mark
     "Recognise by its name the recording that a piece was cut from."
     stems = [os.path.splitext(os.path.basename(p))[0] for p in paths]
     return np.array([_PIECE_MARK.sub("", s) if _PIECE_MARK.search(s) else "" for s in stems], dtype=object)
@@ -94,7 +83,7 @@ def recording_groups(
     group: Group = "sensor",  # as in `group_values`
 ) -> (
     Groups
-):  # by night, else by what pieces were cut from, else each alone, where the sensor of some is not known
+):  # where the sensor of some is unknown: by night, else by what pieces were cut from, else each alone
     "Group the recordings that are resampled together."
     if not (isinstance(group, str) and group == "sensor"):
         values = group_values(table, group, missing="one")
@@ -214,7 +203,7 @@ class Bootstrap:
         score: np.ndarray,  # [B]
     ) -> np.ndarray:  # [D], NaN where a draw holds one class only
         "Compute the area under the ROC curve in every draw."
-        truth, scores = check_scores(self.truth, score)
+        truth, scores = metrics.check_scores(self.truth, score)
         order = np.argsort(scores, kind="stable")
         first = np.flatnonzero(np.diff(scores[order], prepend=-np.inf))  # of equal scores
         code, is_leak = self.groups.code[order], truth[order]
@@ -235,9 +224,9 @@ class Bootstrap:
         threshold: float,
     ) -> dict[str, np.ndarray]:  # each of FIGURES, [D]
         "Compute every figure of a model in every draw."
-        truth, scores = check_scores(self.truth, score)
-        by_group = counts_by_group(truth, scores >= threshold, self.groups.code, self.times.shape[1])
-        figures = figures_of_counts(np.stack([times @ by_group for times in self.times]))
+        truth, scores = metrics.check_scores(self.truth, score)
+        by_group = metrics.counts_by_group(truth, scores >= threshold, self.groups.code, self.times.shape[1])
+        figures = metrics.figures_of_counts(np.stack([times @ by_group for times in self.times]))
         return figures | {"auc": self.auc_draws(scores)}
 
     def group_support(
@@ -275,7 +264,7 @@ class ScoredModel:
     figures: dict[str, float]  # each of FIGURES, mean over seeds; NaN where undefined
     intervals: dict[str, Interval]
     undefined: dict[str, str]  # figure -> why it is NaN
-    counts: Confusion  # sum over seeds
+    counts: metrics.Confusion  # sum over seeds
     draws: dict[str, np.ndarray] = field(repr=False)  # [D] each figure in every draw, mean over seeds
 
     def row(self, figure: str) -> dict[str, float]:
@@ -319,10 +308,10 @@ def score_model(
 ) -> ScoredModel:
     "Compute figures and intervals of scores; figures are means over seeds, not those of a mean score."
     truth, every = boot.truth, np.atleast_2d(np.asarray(score, np.float64))
-    figures = [leak_metrics(truth, own, threshold) for own in every]
+    figures = [metrics.leak_metrics(truth, own, threshold) for own in every]
     drawn = [boot.draws(own, threshold) for own in every]
     draws = {n: np.mean([own[n] for own in drawn], 0) for n in FIGURES}
-    counts = [vars(confusion(truth, own, threshold)) for own in every]
+    counts = [vars(metrics.confusion(truth, own, threshold)) for own in every]
     return ScoredModel(
         name,
         title,
@@ -334,9 +323,9 @@ def score_model(
         {
             n: why if len(every) == 1 else f"{why} (with at least one of {len(every)} seeds)"
             for own in every
-            for n, why in why_undefined(truth, own, threshold).items()
+            for n, why in metrics.why_undefined(truth, own, threshold).items()
         },
-        Confusion(**{n: sum(own[n] for own in counts) for n in counts[0]}),
+        metrics.Confusion(**{n: sum(own[n] for own in counts) for n in counts[0]}),
         draws,
     )
 
@@ -561,7 +550,7 @@ def permutation_test(
         return PermutationTest(
             0, 0, 0, np.nan, (np.nan, np.nan), Interval(np.nan, np.nan, "one class only"), 0
         )
-    own, areas, intervals = leak_metrics(truth, score)["auc"], [], []
+    own, areas, intervals = metrics.leak_metrics(truth, score)["auc"], [], []
     boot = Bootstrap(truth, groups, n_draws=400, seed=seed)
     n_permutations = max(
         min(n_permutations, 20), min(n_permutations, int(_MAX_WORK // (len(boot.times) * len(truth))))
@@ -569,7 +558,7 @@ def permutation_test(
     for _ in range(n_permutations):
         other = copy.copy(boot)
         other.truth = permute_group_labels(truth, groups, rng)
-        areas.append(roc(other.truth, score).auc)
+        areas.append(metrics.roc(other.truth, score).auc)
         intervals.append(interval_from_draws(other.auc_draws(score), *other.group_support("auc")))
     known, low_high = [i for i in intervals if i.known], np.quantile(areas, (0.025, 0.975)).tolist()
     return PermutationTest(
@@ -591,11 +580,11 @@ def group_rows(
 ) -> list[dict]:  # group, recordings, leaks, and each of FIGURES (None where undefined), the worst first
     "Compute the figures of each group."
     code = groups.code
-    counts = counts_by_group(truth, model.score >= model.threshold, code, len(groups))
-    figures = figures_of_counts(counts)
+    counts = metrics.counts_by_group(truth, model.score >= model.threshold, code, len(groups))
+    figures = metrics.figures_of_counts(counts)
     of_group = np.split(np.argsort(code, kind="stable"), np.cumsum(counts.sum(1))[:-1])
     areas = [
-        roc(truth[mine], model.score[mine]).auc if 0 < c[:2].sum() < c.sum() else np.nan
+        metrics.roc(truth[mine], model.score[mine]).auc if 0 < c[:2].sum() < c.sum() else np.nan
         for c, mine in zip(counts, of_group)
     ]
     rows = [
