@@ -142,15 +142,10 @@ class _Training(Operation):
         given: dict[str, Any] = {"training": files["training"], "validation": files.get("validation")}
         if self.group is not None:
             every = list(files.values())
-            how: dict[str, Any] = {
-                "task": task,
-                "labels": people,
-                "seed": self.settings.seed,
-                "progress": run.progress,
-            }
+            how: dict[str, Any] = {"task": task, "labels": people, "progress": run.progress}
             how |= _values(self, "allow_leaky_split legacy") | {"needs_validation": needs_validation}
             shares = without_validation(DEFAULT_SHARES) if self.validation == "none" else None
-            split = group_split(every, self.group, shares=shares, **how)
+            split = group_split(every, self.group, shares=shares, seed=self.settings.seed, **how)
             given = {"training": every, "split": split}
             rows["split"] = f"{split!r}. {split.method}"
         given |= self.of_task | {"labels": labels}

@@ -194,10 +194,7 @@ class Evaluation:
             "details": dict(self.details),
         }
 
-    def report(
-        self,
-        width: int = 100,  # columns of a line, unless a name is longer
-    ) -> str:
+    def report(self, width: int = 100) -> str:  # columns of a line, unless a name is longer
         "Return the evaluation as text."
         return "\n".join(t if "\n" in t else wrap_text(t, width) for t in _texts(self, width))
 
@@ -281,7 +278,7 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
         yield from ("", "Worst errors:", *map(str, e.worst))
     yield from e.stamps
 
-# %% ../../../nbs/learn/evaluate/evaluation.ipynb #5c0ffee1
+
 def evaluation_answer(e: Evaluation) -> list[str]:  # at most six lines
     "Return what a person acts on: leaks found and false alarms, the comparison with a level meter, what to expect at a new sensor."
     counts, by = e.detector.counts, e.groups.by
@@ -572,14 +569,12 @@ def evaluate(
         )
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #re000004
-def record_evaluation(
-    model: str | os.PathLike,  # model file, or the folder of a training
-    evaluation: Evaluation,  # of this model
-    name: str,  # of the test set, for example its file name
-) -> (
-    Detector | None
-):  # with the record; None: a model of retraining rounds, never changed; raises OutputError
-    "Add an evaluation to the model file, in place of an earlier one on the same test set, whatever its name."
+def record_evaluation(model: str | os.PathLike, evaluation: Evaluation, name: str) -> Detector | None:
+    """Add an evaluation to a model file or the folder of a training, in place of one on the same test set, whatever its name.
+
+    `name` is that of the test set. Return the detector with the record; None: a model of retraining rounds,
+    which is never changed. Raises OutputError.
+    """
     path = Path(model_file(model))
     if (path.parent.parent / CHAMPION_FILE).exists():
         return None

@@ -309,9 +309,7 @@ class Resampling:
             group = group_values(self.table, group, missing="one")[self.data.training.rows]
         return folds.joined_groups(self.recordings, group)
 
-    def fits(
-        self, of: Any, groups: stats.Groups
-    ) -> list[Fit]:  # raises DataError where no folds are possible
+    def fits(self, of: Any, groups: stats.Groups) -> list[Fit]:  # raises DataError
         "List the fits of cross-validations by groups, one for each seed: one group is left out where they are few."
         found = list[Fit]()
         classes, code = self.data.training.labels, groups.code

@@ -59,32 +59,28 @@ def encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
     names, code = np.unique(values.astype(np.str_), return_inverse=True)
     return Groups(by, code.astype(np.int64), tuple(n or "(none)" for n in names.tolist()), note)
 
-# %% ../../../nbs/learn/metrics/significance.ipynb #6b77bcb0
+
 _PIECE_MARK = re.compile(r"[_~ -]+(?:t|part|piece|clip|seg|segment|chunk)[_-]?\d+$", re.IGNORECASE)
 
 
-def source_names(
-    paths: Iterable[str],  # of recordings
-) -> np.ndarray:  # [B] str: the name that pieces of one recording share; empty for a name without such a mark
-    "Recognise by its name the recording that a piece was cut from."
+def source_names(paths: Iterable[str]) -> np.ndarray:  # [B] str
+    "Recognise by its name the recording that a piece was cut from; empty for a name without the mark of a piece."
     stems = [os.path.splitext(os.path.basename(p))[0] for p in paths]
     return np.array([_PIECE_MARK.sub("", s) if _PIECE_MARK.search(s) else "" for s in stems], dtype=object)
 
 
 def source_of_pieces(
-    table: "pd.DataFrame",  # a row for each recording, with its path
-) -> np.ndarray:  # [B] str, as `source_names`, with the sensor where it is known
-    "Recognise the recording that a piece was cut from by its name and its sensor."
+    table: "pd.DataFrame",
+) -> np.ndarray:  # [B] str, as `source_names`; of a table with paths
+    "Recognise the recording that a piece was cut from by its name and, where it is known, its sensor."
     return names_by_sensor(table, source_names(table["path"]).tolist())
 
 
-def recording_groups(
-    table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
-    group: Group = "sensor",  # as in `group_values`
-) -> (
-    Groups
-):  # where the sensor of some is unknown: by night, else by what pieces were cut from, else each alone
-    "Group the recordings that are resampled together."
+def recording_groups(table: "pd.DataFrame", group: Group = "sensor") -> Groups:  # group: as in `group_values`
+    """Group the recordings that are resampled together, of a table as `MelDataset.files` gives it.
+
+    Where the sensor of some is not known: by night, else by what pieces were cut from, else each alone.
+    """
     if not (isinstance(group, str) and group == "sensor"):
         values = group_values(table, group, missing="one")
         n, name = int(np.count_nonzero(values == "")), group_name(group)
@@ -119,10 +115,10 @@ def recording_groups(
         "sensor and time of some recordings are unknown, so each recording is a group of its own; intervals are too narrow if a sensor has several recordings",
     )
 
-# %% ../../../nbs/learn/metrics/significance.ipynb #92cfd21b
+# %% ../../../nbs/learn/metrics/significance.ipynb #e5eb33dc
 MIN_GROUPS = 5  # with fewer there is no interval
 
-# %% ../../../nbs/learn/metrics/significance.ipynb #e5eb33dc
+
 @dataclass(frozen=True)
 class Interval:
     "95 % confidence interval of a figure."
@@ -139,12 +135,8 @@ class Interval:
     def __str__(self) -> str:
         return f"{self.low:.3f} to {self.high:.3f}" if self.known else "no interval"
 
-    def in_brackets(
-        self,
-        form: str = ".3f",  # of its ends
-        name: str = "",  # before them, with a space
-    ) -> str:
-        "Return the interval as text behind a value; empty: there is none."
+    def in_brackets(self, form: str = ".3f", name: str = "") -> str:
+        "Return the interval, its ends in a form, as text behind a value and a name; empty: there is none."
         return f" ({name}{self.low:{form}} to {self.high:{form}})" if self.known else ""
 
 
@@ -198,10 +190,7 @@ class Bootstrap:
         for times in self.times:
             times[:] = np.bincount(rng.integers(0, n, n), minlength=n)
 
-    def auc_draws(
-        self,
-        score: np.ndarray,  # [B]
-    ) -> np.ndarray:  # [D], NaN where a draw holds one class only
+    def auc_draws(self, score: np.ndarray) -> np.ndarray:  # [B] -> [D], NaN where a draw holds one class only
         "Compute the area under the ROC curve in every draw."
         truth, scores = metrics.check_scores(self.truth, score)
         order = np.argsort(scores, kind="stable")
@@ -219,20 +208,15 @@ class Bootstrap:
         return np.concatenate(areas)
 
     def draws(
-        self,
-        score: np.ndarray,  # [B]
-        threshold: float,
-    ) -> dict[str, np.ndarray]:  # each of FIGURES, [D]
+        self, score: np.ndarray, threshold: float
+    ) -> dict[str, np.ndarray]:  # [B] -> [D] of each of FIGURES
         "Compute every figure of a model in every draw."
         truth, scores = metrics.check_scores(self.truth, score)
         by_group = metrics.counts_by_group(truth, scores >= threshold, self.groups.code, self.times.shape[1])
         figures = metrics.figures_of_counts(np.stack([times @ by_group for times in self.times]))
         return figures | {"auc": self.auc_draws(scores)}
 
-    def group_support(
-        self,
-        figure: str,  # of FIGURES
-    ) -> tuple[int, str]:
+    def group_support(self, figure: str) -> tuple[int, str]:
         "Count the groups with recordings that a figure depends on; also as text."
         if figure == "accuracy":
             return len(self.groups), self.groups.counted(len(self.groups))
@@ -244,11 +228,8 @@ class Bootstrap:
         word = words.get(figure, "with a leak")
         return numbers[word], f"{self.groups.counted(numbers[word])} {word}"
 
-    def intervals(
-        self,
-        draws: Mapping[str, np.ndarray],  # as `draws` gives them, or a difference of two
-    ) -> dict[str, Interval]:
-        "Compute the interval of each figure."
+    def intervals(self, draws: Mapping[str, np.ndarray]) -> dict[str, Interval]:
+        "Compute the interval of each figure from draws, as `draws` gives them, or differences of two."
         return {name: interval_from_draws(draws[name], *self.group_support(name)) for name in FIGURES}
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #34efd8cf
@@ -435,10 +416,7 @@ _REMAINING_FIGURES = {
 }
 
 
-def cautions(
-    truth: np.ndarray,  # [B] bool
-    groups: Groups,
-) -> tuple[str, ...]:
+def cautions(truth: np.ndarray, groups: Groups) -> tuple[str, ...]:  # truth: [B] bool
     "List what a data set is too small or too unbalanced to prove, the worst first."
     if not len(truth):
         return ("The test set is empty, so the evaluation proves nothing.",)
@@ -480,11 +458,9 @@ def cautions(
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #b36d9cc6
 def permute_group_labels(
-    truth: np.ndarray,  # [B] bool
-    groups: Groups,
-    rng: np.random.Generator,
-) -> np.ndarray:  # [B] bool; both classes occur if they occurred before
-    "Permute the shares of leaks between groups, and draw which recordings are leaks."
+    truth: np.ndarray, groups: Groups, rng: np.random.Generator
+) -> np.ndarray:  # [B] bool
+    "Permute the shares of leaks between groups, and draw which recordings are leaks; no class is lost."
     code, size = groups.code, np.bincount(groups.code, minlength=len(groups))
     wanted = (
         rng.permutation(np.bincount(code, weights=truth, minlength=len(groups)) / size) * size
@@ -532,7 +508,7 @@ class PermutationTest:
             + ("" if self.holds is not False else " THE PERMUTATION TEST FAILS: do not trust these figures.")
         )
 
-# %% ../../../nbs/learn/metrics/significance.ipynb #3fa69e92
+
 _MAX_WORK = 2e8  # operations
 
 
@@ -573,12 +549,8 @@ def permutation_test(
     )
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #7a5b2081
-def group_rows(
-    truth: np.ndarray,  # [B] bool
-    model: ScoredModel,
-    groups: Groups,
-) -> list[dict]:  # group, recordings, leaks, and each of FIGURES (None where undefined), the worst first
-    "Compute the figures of each group."
+def group_rows(truth: np.ndarray, model: ScoredModel, groups: Groups) -> list[dict]:  # truth: [B] bool
+    "Compute recordings, leaks and FIGURES of each group (None where undefined), the worst first."
     code = groups.code
     counts = metrics.counts_by_group(truth, model.score >= model.threshold, code, len(groups))
     figures = metrics.figures_of_counts(counts)

@@ -96,10 +96,12 @@ MIN_MEMBER_SLOPE = 0.05  # of a calibration line: a member that separates nothin
 
 
 def calibration_line(
-    score: np.ndarray,  # [B] probability of a leak, of recordings that were not trained on
-    truth: np.ndarray,  # [B] bool
+    score: np.ndarray, truth: np.ndarray
 ) -> tuple[float, float]:  # slope and offset on the logit
-    "Fit a logistic regression on the logit of scores (Platt 1999); classes have equal weight."
+    """Fit a logistic regression on the logit of scores (Platt 1999); classes have equal weight.
+
+    Scores [B] are probabilities of a leak, of recordings that were not trained on; truth [B] is bool.
+    """
     from sklearn.linear_model import LogisticRegression
 
     # without equal weights the offset follows the labels of the training recordings, and lowers a pooled AUC
@@ -214,11 +216,8 @@ MIN_FOR_NETWORK = 2_000  # recordings; with fewer, "auto" tries no network
 ONE_KIND = f"Below {MIN_FOR_NETWORK:,} recordings only spectral is tried."
 
 
-def kinds_to_fit(
-    detector: str,  # "auto", or a kind
-    n_recordings: int,  # of the training
-) -> tuple[str, ...]:
-    "Return the kinds of detectors that a choice fits: a network only where it can be better."
+def kinds_to_fit(detector: str, n_recordings: int) -> tuple[str, ...]:  # detector: "auto", or a kind
+    "Return the kinds that a choice fits on recordings of a training: a network only where it can be better."
     if detector == "spectral" or (detector == "auto" and n_recordings < MIN_FOR_NETWORK):
         return ("spectral",)
     return ("cnn",) if detector == "cnn" else ("spectral", "cnn")
