@@ -44,6 +44,31 @@ class DetectorPlan(RowTable):
         yield from self.inputs.items()
         yield "to", show_path(self.out)
 
+
+def _values(operation: Operation, names: str) -> dict[str, Any]:
+    "Return parameters by their names, which spaces separate."
+    return {name: getattr(operation, name) for name in names.split()}
+
+
+def _plan_scoring(operation: "Predict | Nightly", run: Run) -> tuple[Path, Any, DetectorPlan]:
+    "Find detector and recordings; return the file of the model, the detector, and rows and arguments for a plan."
+    from leakmel.dataset.run.pipeline import find_data
+    from leakmel.learn.model.detector import load_detector
+    from leakmel.learn.plans import find_model
+
+    model, model_note = find_model(operation.model)
+    detector = load_detector(model)  # errors are raised now, not after a demo set is built
+    folder, note = find_data(operation.data_root, progress=run.progress)
+    named: dict[str, Any] = {"table": operation.table, "columns": operation.columns or None}
+    named["pattern"] = getattr(operation, "pattern", None)
+    manifest = None
+    if any(value is not None for value in named.values()):
+        manifest = lm.scan(folder, **named, with_labels=False, progress=run.progress)
+        note += f"; only the recordings listed in {show_path(operation.table)}" if operation.table else ""
+    inputs = {"data": f"{show_path(folder)}: {note}", "model": f"{show_path(model)}: {model_note}"}
+    inputs["task"] = repr(detector.task)
+    return model, detector, DetectorPlan(inputs, folder, {"folder": folder, "manifest": manifest})
+
 # %% ../../nbs/learn/operations.ipynb #4ab623ce
 @dataclass(frozen=True, kw_only=True)
 class _Training(Operation):
@@ -78,36 +103,30 @@ class _Training(Operation):
         left = tuple(word for word in self.leave_out if word)
         return {"leak_label": self.leak_label, "kind": self.kind, "leave_out": left}
 
-    def find(self, data: str | None, testing: str | None, run: Run) -> "DataSets":
+    def find(self, run: Run) -> "DataSets":
         "Find the data sets."
         from leakmel.learn.plans import find_data_sets
 
         named = None if self.validation == "none" else self.validation
-        return find_data_sets(data, named, testing, progress=run.progress)
+        given = vars(self)
+        return find_data_sets(given["data"], named, given.get("testing"), progress=run.progress)
 
     def plan_training(
-        self,
-        data: str | None,
-        testing: str | None,
-        out: Path,
-        run: Run,
-        # parts that are read
-        parts: Collection[str],
-        labels: str | None = None,
-        # as for `group_split`
-        needs_validation: bool = False,
+        self, out: Path, run: Run, parts: Collection[str], *, needs_validation: bool = False
     ) -> DetectorPlan:
-        "Find the data sets, split them by groups if requested, and check what can be checked before the work."
+        "Find the data sets, split them by groups if requested, and check what can be checked before the parts are read."
         from leakmel.audio.labels import read_labels
         from leakmel.learn.data.segments import Segments, close_opened, make_task, open_sources
         from leakmel.learn.data.splits import DEFAULT_SHARES, group_split, without_validation
-        from leakmel.learn.model.files import pick_device
+        from leakmel.learn.model.files import list_checkpoints, pick_device
 
-        pick_device(self.device)
-        sets = self.find(data, testing, run)
+        device = pick_device(self.device)
+        sets = self.find(run)
         files = dict(sets.files)
         if self.validation == "none" and self.group is None:
             files.pop("validation", None)
+        rows = {"data": sets.note} | {part: show_path(path) for part, path in files.items()}
+        labels = vars(self).get("labels")  # a search has none
         read = [part for part in files if part in parts]
         # by label names: recordings for testing may have been built alone
         by_name = self.group is None and "testing" in read
@@ -122,48 +141,24 @@ class _Training(Operation):
             close_opened(opened, checked)
         given: dict[str, Any] = {"training": files["training"], "validation": files.get("validation")}
         if self.group is not None:
-            split = group_split(
-                list(files.values()),
-                self.group,
-                shares=without_validation(DEFAULT_SHARES) if self.validation == "none" else None,
-                seed=self.settings.seed,
-                task=task,
-                allow_leaky_split=self.allow_leaky_split,
-                legacy=self.legacy,
-                labels=people,
-                progress=run.progress,
-                needs_validation=needs_validation,
-            )
-            given = {"training": list(files.values()), "split": split}
-        given |= self.of_task | {"labels": labels}
-        given |= {
-            name: getattr(self, name)
-            for name in ("settings", "checkpoints", "device", "allow_leaky_split", "legacy", "resume")
-        }
-        return DetectorPlan(self._rows(sets.note, files, given, out), out, given, files)
-
-    def _rows(
-        self, note: str, files: Mapping[str, Path], given: Mapping[str, Any], out: Path
-    ) -> dict[str, str]:
-        "Return the rows of a plan."
-        from leakmel.learn.model.files import list_checkpoints, pick_device
-
-        rows = {"data": note} | {part: show_path(path) for part, path in files.items()}
-        if (split := given.get("split")) is not None:
+            every = list(files.values())
+            how: dict[str, Any] = {"task": task, "labels": people, "progress": run.progress}
+            how |= _values(self, "allow_leaky_split legacy") | {"needs_validation": needs_validation}
+            shares = without_validation(DEFAULT_SHARES) if self.validation == "none" else None
+            split = group_split(every, self.group, shares=shares, seed=self.settings.seed, **how)
+            given = {"training": every, "split": split}
             rows["split"] = f"{split!r}. {split.method}"
+        given |= self.of_task | {"labels": labels}
+        given |= _values(self, "settings checkpoints device allow_leaky_split legacy resume")
         rows["leak"] = f"{self.leak_label} ({self.kind})"
-        if given["labels"] is not None:
-            rows["labels"] = f"by people, {show_path(given['labels'])}"
-        changes = [
-            f"{f.name} {v}"
-            for f in fields(self.settings)
-            if (v := getattr(self.settings, f.name)) != f.default
-        ]
-        rows["settings"] = ", ".join(changes) or "defaults"
-        rows["device"] = pick_device(self.device)
+        if labels is not None:
+            rows["labels"] = f"by people, {show_path(labels)}"
+        values = {f.name: (getattr(self.settings, f.name), f.default) for f in fields(self.settings)}
+        changes = [f"{name} {v}" for name, (v, default) in values.items() if v != default]
+        rows |= {"settings": ", ".join(changes) or "defaults", "device": device}
         if left := list_checkpoints(out / "checkpoints"):
             rows["resume"] = f"{self.resume}; the folder has a checkpoint of step {left[-1].step:,}"
-        return rows
+        return DetectorPlan(rows, out, given, files)
 
 # %% ../../nbs/learn/operations.ipynb #73460649
 @operation(
@@ -207,13 +202,11 @@ class Train(_Training):
 
     def plan(self, run: Run) -> DetectorPlan:
         "Find the data sets, and choose the folder."
+        self._check(run)
         parts = ("training", "validation", *["testing"] * self.evaluation)
-        plan = self.plan_training(
-            self.data, self.testing, run_folder(self.out, "train"), run, parts, self.labels
-        )
+        plan = self.plan_training(run_folder(self.out, "train"), run, parts)
         if not (self.cross_validate or self.learning_curve):
             return plan
-        self._check_resampling()
         name, seeds = ("learning curve", 3) if self.learning_curve else ("cross-validation", 1)
         how = f"of all recordings by {self.group or 'sensor'}, folds {self.n_folds or 5}, seeds {self.seeds or seeds}"
         return replace(plan, inputs={**plan.inputs, name: how})
@@ -236,8 +229,10 @@ class Train(_Training):
         if split is None:
             parts = {part: files.get(part) for part in ("training", "validation")}
             data, name = files["testing"], files["testing"].name
-        same = {option: plan.given[option] for option in ("allow_leaky_split", "legacy", "labels", "device")}
-        found = lm.evaluate(result.detector, data, **parts, **same, progress=run.progress)
+        parts |= {
+            option: plan.given[option] for option in ("allow_leaky_split", "legacy", "labels", "device")
+        }
+        found = lm.evaluate(result.detector, data, **parts, progress=run.progress)
         if (stored := record_evaluation(result.model_path, found, name)) is not None:
             result.detector.evaluations = stored.evaluations
         write_summary(plan.out, run_summary(result, found))
@@ -249,9 +244,9 @@ class Train(_Training):
 
         result = self.train(plan, run)
         evaluation = self.evaluate(plan, result, run)
-        lines = [repr(result), *(["", evaluation.report(run.width)] if evaluation is not None else [])]
-        if not self.full:
-            lines = self._answer(result, evaluation)
+        lines = self._answer(result, evaluation)
+        if self.full:
+            lines = [repr(result), *(["", evaluation.report(run.width)] if evaluation is not None else [])]
         report: dict[str, str] = {}
         if self.report:
             from leakmel.learn.reports import training_report
@@ -277,17 +272,16 @@ class Train(_Training):
     ) -> "CrossValidation | Generalisation | LearningCurve | None":
         "Evaluate by cross-validation over the recordings of all data sets; None: not requested."
         group = self.group or "sensor"
-        given = self.of_task | {"out": out, "settings": self.settings, "progress": run.progress}
-        given |= {name: getattr(self, name) for name in ("device", "legacy", "labels")}
-        given |= {n: v for n, v in (("n_folds", self.n_folds), ("seeds", self.seeds)) if v is not None}
+        given = self.of_task | {"out": out, "progress": run.progress}
+        given |= _values(self, "settings device legacy labels")
+        given |= {n: v for n, v in _values(self, "n_folds seeds").items() if v is not None}
         if self.learning_curve:
             return lm.learning_curve(files, group=group, **given)
         if not self.cross_validate:
             return None
         if self._is_several:
-            return lm.generalisation(
-                files, groups=[w.strip() for w in group.split(",") if w.strip()], **given
-            )
+            names = [word.strip() for word in group.split(",") if word.strip()]
+            return lm.generalisation(files, groups=names, **given)
         return lm.cross_validate(files, group=group, **given)
 
     @property
@@ -295,52 +289,45 @@ class Train(_Training):
         "Whether several groups are named."
         return "," in (self.group or "") and not (self.group or "").startswith("re:")
 
-    def _check_resampling(self) -> None:
-        "Refuse what cannot be combined."
-        if self.learning_curve and (self.cross_validate or self._is_several):
-            raise UsageError(
-                "The option --learning-curve cannot be combined with --cross-validate or several groups",
-                code="invalid-arguments",
-                remedy="leave out --cross-validate, and name one column in --group",
-            )
-        if self.report and (self.learning_curve or self._is_several):
-            raise UsageError(
-                "The option --report belongs to a cross-validation by one group",
-                code="invalid-arguments",
-                remedy="leave it out: the figure is written as a page anyway",
-            )
-
-    def _refuse_unused(self) -> None:
-        "Refuse options that a command without a training would ignore."
-        unused = {
-            "--resume": self.resume != "auto",
-            "--allow-leaky-split": self.allow_leaky_split,
-            "--no-evaluation": not self.evaluation,
+    def _check(self, run: Run) -> None:
+        "Refuse options that cannot be combined, and those that a command would ignore."
+        resampled = self.cross_validate or self.learning_curve
+        is_stray = not resampled and not run.keeps
+        belongs = "belongs to --cross-validate and --learning-curve: add one of them, or leave the option out"
+        one = "cannot be combined with --cross-validate or several groups: name one column in --group"
+        refused = {
+            f"The option --folds {belongs}": is_stray and self.n_folds is not None,
+            f"The option --seeds {belongs}": is_stray and self.seeds is not None,
+            f"The option --learning-curve {one}": self.learning_curve
+            and (self.cross_validate or self._is_several),
+            "The option --report belongs to a cross-validation by one group; other figures are pages anyway": resampled
+            and self.report
+            and (self.learning_curve or self._is_several),
         }
-        for f in fields(self.checkpoints):
-            value = getattr(self.checkpoints, f.name)
-            unused[f"--{'no-' if value is False else ''}{f.name.replace('_', '-')}"] = value != f.default
-        refuse_unused(
-            unused, f"together with --{'learning-curve' if self.learning_curve else 'cross-validate'}"
-        )
+        for text, holds in refused.items():
+            if holds:
+                raise UsageError(text, code="invalid-arguments")
+        if resampled and not run.keeps:
+            unused = {
+                "--resume": self.resume != "auto",
+                "--allow-leaky-split": self.allow_leaky_split,
+                "--no-evaluation": not self.evaluation,
+            }
+            for f in fields(self.checkpoints):
+                value = getattr(self.checkpoints, f.name)
+                unused[f"--{'no-' if value is False else ''}{f.name.replace('_', '-')}"] = value != f.default
+            mode = "learning-curve" if self.learning_curve else "cross-validate"
+            refuse_unused(unused, f"together with --{mode}")
 
     def __call__(self, run: Run) -> Outcome:
         "Train, or evaluate by resampling."
         if self.report:
             import plotly  # noqa: F401  # a missing package is an error now, not after the training
+        self._check(run)
         if not (self.cross_validate or self.learning_curve):
-            for name, value in (("folds", self.n_folds), ("seeds", self.seeds)):
-                if value is not None:
-                    raise UsageError(
-                        f"The option --{name} belongs to --cross-validate and --learning-curve",
-                        code="invalid-arguments",
-                        remedy="add one of them, or leave the option out",
-                    )
             return super().__call__(run)
-        self._refuse_unused()
-        self._check_resampling()
         out = run_folder(self.out, "train")
-        found = self.resample(list(self.find(self.data, self.testing, run).files.values()), out, run)
+        found = self.resample(list(self.find(run).files.values()), out, run)
         assert found is not None
         pages = {}
         if self.report:
@@ -387,12 +374,9 @@ class Search(_Training):
     def plan(self, run: Run) -> DetectorPlan:
         "Find the data sets, and choose the folder."
         out = run_folder(self.out, "search")
-        training = self.plan_training(
-            self.data, None, out, run, ("training", "validation"), needs_validation=True
-        )
+        training = self.plan_training(out, run, ("training", "validation"), needs_validation=True)
         given = {name: value for name, value in training.given.items() if name != "labels"}
-        names = ("space", "trials", "hours", "again", "prune_after", "prune_epochs", "cluster")
-        given |= {name: getattr(self, name) for name in names}
+        given |= _values(self, "space trials hours again prune_after prune_epochs cluster")
         inputs = {name: text for name, text in training.inputs.items() if name != "testing"}
         limit = "" if self.hours is None else f", at most {self.hours} hours in this call"
         return replace(training, inputs=inputs | {"trials": f"{self.trials}{limit}"}, given=given)
@@ -476,22 +460,14 @@ class Evaluate(Operation):
         inputs = {"model": f"{show_path(model)}: {note}"} | task
         inputs |= {part: ", ".join(map(show_path, parts[part])) for part in PARTS if part in parts}
         inputs |= {"votes": ", ".join(self.votes), "intervals": f"over each {self.group}", "device": device}
-        given = {"model": model, "data": parts["testing"], "device": self.device, "labels": None}
+        given = {"model": model, "data": parts["testing"], "labels": None}
         given |= {part: parts.get(part) for part in ("training", "validation")}
         if self.labels is not None:
             given["labels"] = user_path(self.labels)
             inputs["labels"] = f"by people, {show_path(self.labels)}"
-        same = (
-            "votes",
-            "group",
-            "metric",
-            "n_draws",
-            "seed",
-            "files_per_batch",
-            "legacy",
-            "allow_leaky_split",
+        given |= _values(
+            self, "votes group metric n_draws seed files_per_batch legacy allow_leaky_split device"
         )
-        given |= {name: getattr(self, name) for name in same}
         return DetectorPlan(inputs, run_folder(self.out, "evaluation"), given)
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
@@ -502,13 +478,10 @@ class Evaluate(Operation):
         written = found.save(plan.out, plots=self.figures or run.keeps) if self._writes(run) else {}
         recorded = try_to_record(plan.given["model"], found, plan.given["data"])
         model = quote(show_path(plan.given["model"]))
-        lines = [found.report(run.width), "", recorded]
+        lines = [found.report(run.width), ""] if self.full else evaluation_answer(found)
+        lines += [recorded, *[f"written: {', '.join(map(show_path, written.values()))}"] * bool(written)]
         if not self.full:
-            lines = [*evaluation_answer(found), recorded]
-        lines += [f"written: {', '.join(map(show_path, written.values()))}"] if written else []
-        lines += (
-            [] if self.full else [f"next: leakmel predict FOLDER --model {model}; --full has all figures"]
-        )
+            lines.append(f"next: leakmel predict FOLDER --model {model}; --full has all figures")
         body = found.summary | {"written": {name: show_path(path) for name, path in written.items()}}
         return Outcome(found, body, wrap_text("\n".join(lines), run.width))
 
@@ -580,55 +553,20 @@ class Predict(Operation):
 
     def plan(self, run: Run) -> DetectorPlan:
         "Find the recordings and the model, choose the rule and the file."
-        from leakmel.dataset.run.pipeline import find_data
-        from leakmel.learn.model.detector import load_detector
         from leakmel.learn.model.files import pick_device
-        from leakmel.learn.plans import find_model
         from leakmel.learn.predict.predict import rule_of
 
         self._check(run)
-        model, model_note = find_model(self.model)
-        detector = load_detector(model)
-        folder, data_note = find_data(self.data_root, progress=run.progress)
-        manifest = None
-        if self.table is not None or self.columns:
-            named_by: dict[str, Any] = {"table": self.table, "columns": self.columns or None}
-            manifest = lm.scan(folder, **named_by, with_labels=False, progress=run.progress)
-            data_note += f"; only the recordings listed in {show_path(self.table or '')}"
+        model, detector, plan = _plan_scoring(self, run)
         device = self.device if self.cluster else pick_device(self.device, registered=True)
         rule = rule_of(detector, self.vote, self.threshold, self.frac, self.false_alarms)
-        inputs = {
-            "data": f"{show_path(folder)}: {data_note}",
-            "model": f"{show_path(model)}: {model_note}",
-            "task": repr(detector.task),
-            "spec": repr(detector.spec),
-            "rule": str(rule),
-            "scored": f"{self.length} recordings",
-            "device": device,
-        }
+        scored = {"rule": str(rule), "scored": f"{self.length} recordings", "device": device}
         out = self.out and user_path(self.out)
         if run.keeps:
             out = run_folder(self.out, "predict") / "predictions.csv"
-        given: dict[str, Any] = {
-            "folder": folder,
-            "model": detector,
-            "manifest": manifest,
-            "device": device,
-            "out": out,
-        }
-        names = (
-            "split",
-            "vote",
-            "threshold",
-            "false_alarms",
-            "frac",
-            "length",
-            "engine",
-            "files_per_batch",
-            "read_workers",
-            "cluster",
-        )
-        given |= {name: getattr(self, name) for name in names}
+        names = "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster"
+        given = {**plan.given, "model": detector, "device": device, "out": out} | _values(self, names)
+        inputs = {**plan.inputs, "spec": repr(detector.spec), **scored}
         return DetectorPlan(inputs, Path(out or "").parent, given, {"model": model})
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
@@ -694,30 +632,12 @@ class Nightly(Operation):
 
     def plan(self, run: Run) -> DetectorPlan:
         "Find recordings, detector and state folder."
-        from leakmel.dataset.run.pipeline import find_data
-        from leakmel.learn.model.detector import load_detector
-        from leakmel.learn.plans import find_model
-
-        model, model_note = find_model(self.model)
-        # errors are raised now, not after a demo set is built; a command shows no plan
-        task = {"task": repr(load_detector(model).task)} if run.keeps else {}
-        folder, data_note = find_data(self.data_root, progress=run.progress)
-        manifest = None
-        if self.table is not None or self.pattern is not None or self.columns:
-            names: dict[str, Any] = {"table": self.table, "columns": self.columns, "pattern": self.pattern}
-            manifest = lm.scan(folder, **names, with_labels=False, progress=run.progress)
+        model, _, plan = _plan_scoring(self, run)
         state = user_path(self.state) if self.state else runs_folder() / "nightly"
-        inputs = {
-            "data": f"{show_path(folder)}: {data_note}",
-            "model": f"{show_path(model)}: {model_note}",
-            **task,
-            "budget": f"{self.budget:g} false visits per 100 sensor-nights, {self.audits} audits",
-        }
-        given = {"folder": folder, "model": model, "state": state, "manifest": manifest}
-        given |= {
-            name: getattr(self, name) for name in ("budget", "audits", "visited", "reference", "device")
-        }
-        return DetectorPlan(inputs, state, given)
+        budget = f"{self.budget:g} false visits per 100 sensor-nights, {self.audits} audits"
+        given = {**plan.given, "model": model, "state": state}
+        given |= _values(self, "budget audits visited reference device")
+        return DetectorPlan({**plan.inputs, "budget": budget}, state, given)
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Score, and write the tables and summary.json into the state folder."
@@ -798,12 +718,10 @@ class Retrain(Operation):
         seed: dict[str, Any] = {} if self.seed is None else {"seed": self.seed}
         given: dict[str, Any] = {"champion": champion, **parts, "settings": {**self.settings, **seed}}
         given["rules"] = replace(self.rules, **seed)
-        names = ("human_labels", "group", "resume", "allow_leaky_split", "checkpoints", "device")
-        given |= {name: getattr(self, name) for name in names}
+        given |= _values(self, "human_labels group resume allow_leaky_split checkpoints device")
         inputs = {"champion": note if champion is None else f"{show_path(champion)}: {note}"}
-        inputs |= {
-            n.replace("_", " "): ", ".join(map(show_path, files)) for n, files in parts.items() if files
-        }
+        shown = {n.replace("_", " "): files for n, files in parts.items() if files}
+        inputs |= {name: ", ".join(map(show_path, files)) for name, files in shown.items()}
         inputs |= {"decided by": self.rules.metric, "device": device}
         return DetectorPlan(inputs, out, given)
 

@@ -34,9 +34,8 @@ class DataSets:
 
 
 def find_data_sets(
-    data: str
-    | os.PathLike
-    | None,  # folder, or file of the training recordings; None: the newest below runs/, else the demo set
+    # folder, or file of the training recordings; None: the newest below runs/, else the demo set
+    data: str | os.PathLike | None,
     validation: str | os.PathLike | None = None,
     testing: str | os.PathLike | None = None,
     *,
@@ -66,11 +65,8 @@ def _in_folder(folder: Path) -> dict[str, Path]:
     return {part: path for part, path in paths.items() if path.is_file()}
 
 
-def find_data_set(
-    path: str | os.PathLike,  # a data set, or a folder with one for each part
-    part: str,  # of PARTS
-) -> Path:  # raises DataError
-    "Find the data set of a part."
+def find_data_set(path: str | os.PathLike, part: str) -> Path:  # part: of PARTS; raises DataError
+    "Find the data set of a part, by its file or in a folder with one for each part."
     given = user_path(path)
     found = given / data_set_name(part.upper()) if given.is_dir() else given
     if part == "training" and not found.is_file() and given.is_dir():
@@ -105,9 +101,7 @@ def find_test_sets(
     return {part: files for part, files in found.items() if files}
 
 # %% ../../nbs/learn/plans.ipynb #80f9e743
-def find_model(
-    model: str | None,  # as the user gave it
-) -> tuple[Path, str]:  # file, and its origin as text; raises DataError
+def find_model(model: str | None) -> tuple[Path, str]:  # file, and its origin as text; raises DataError
     "Find the model's file: as given, by LEAKMEL_MODEL, or the newest below runs/."
     if model:
         return model_file(user_path(model)), "given as model"

@@ -15,15 +15,8 @@ from leakmel.audio.wav import read_wav
 from leakmel.core.errors import RecordingError, UsageError, show_path
 from leakmel.core.store import LocalCopies
 from leakmel.insight.page_figures import Section, write_report
-from leakmel.insight.plots import (
-    MAX_POINTS,
-    SILENT_DB,
-    LABEL_COLORS,
-    TEXT_COLOUR,
-    f32,
-    styled_figure,
-    plain_text,
-)
+from leakmel.insight import plots as style
+from leakmel.insight.plots import f32, plain_text, styled_figure
 from leakmel.learn.data.segments import conform_recording, covered_samples, cut_into_rows
 from leakmel.learn.evaluate.resampling import CrossValidation
 from leakmel.learn.evaluate.plots import ScoredSpectrogram, counted, error_bars, spectrogram_figure
@@ -60,7 +53,7 @@ def score_histogram(predictions: Predictions) -> "go.Figure":
             x=f32(edges[:-1] + np.diff(edges) / 2),
             y=np.histogram(mine, edges)[0],
             width=1 / _N_BINS,
-            marker=dict(color=LABEL_COLORS[k], line=dict(width=0)),
+            marker=dict(color=style.LABEL_COLORS[k], line=dict(width=0)),
             hovertemplate="%{y:,} recordings around %{x:.3f}",
         )
         for k, (name, mine) in enumerate(parts)
@@ -77,19 +70,19 @@ def score_histogram(predictions: Predictions) -> "go.Figure":
         xaxis=dict(title=dict(text="score"), range=[0, 1]),
         yaxis=dict(title=dict(text="recordings")),
     )
-    return fig.add_vline(x=threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
+    return fig.add_vline(x=threshold, line=dict(color=style.TEXT_COLOUR, width=1, dash="dash"))
 
 # %% ../../nbs/learn/reports.ipynb #06365f3d
 def score_by_level(predictions: Predictions) -> "go.Figure":
     "Draw the score of each recording over its level."
     table = predictions.table
-    audible = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > SILENT_DB)]
+    audible = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > style.SILENT_DB)]
     if not len(audible):
         return styled_figure([], "No level to show", height=120)
     title = ""
     if len(audible) > 2 and audible["rms_db"].nunique() > 1 and audible["score"].nunique() > 1:
         title = f"Rank correlation of score and level: {audible['rms_db'].rank().corr(audible['score'].rank()):.2f}"
-    shown = audible.iloc[:: -(-len(audible) // (MAX_POINTS // 2))]
+    shown = audible.iloc[:: -(-len(audible) // (style.MAX_POINTS // 2))]
     traces = [
         dict(
             type="scatter",
@@ -98,7 +91,7 @@ def score_by_level(predictions: Predictions) -> "go.Figure":
             y=f32(mine["score"]),
             mode="markers",
             text=[plain_text(p) for p in mine["path"]],
-            marker=dict(color=LABEL_COLORS[k], size=6, opacity=0.7),
+            marker=dict(color=style.LABEL_COLORS[k], size=6, opacity=0.7),
             hovertemplate="%{text}<br>%{y:.3f} at %{x:.1f} dB<extra></extra>",
         )
         for k, (name, mine) in enumerate((("no leak", shown[~shown["leak"]]), ("leak", shown[shown["leak"]])))
@@ -112,7 +105,9 @@ def score_by_level(predictions: Predictions) -> "go.Figure":
         xaxis=dict(title=dict(text="level (dB re full scale)")),
         yaxis=dict(title=dict(text="score"), range=[-0.02, 1.02]),
     )
-    return fig.add_hline(y=predictions.rule.threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
+    return fig.add_hline(
+        y=predictions.rule.threshold, line=dict(color=style.TEXT_COLOUR, width=1, dash="dash")
+    )
 
 # %% ../../nbs/learn/reports.ipynb #48afff51
 MOST_SEGMENTS = 160  # of a recording in a picture
@@ -204,11 +199,8 @@ def training_report(
 _MOST = 100  # recordings in a table
 
 
-def cross_validation_report(
-    found: CrossValidation,
-    path: Path,  # HTML file
-) -> Path:  # raises OutputError, SpaceError
-    "Write the report of a cross-validation."
+def cross_validation_report(found: CrossValidation, path: Path) -> Path:  # raises OutputError, SpaceError
+    "Write the report of a cross-validation as an HTML file."
     table = found.table
     wrong = table[(table["score"] >= 0.5) != table["leak"]]
     wrong = wrong.sort_values("score", key=lambda score: -np.abs(score - 0.5), kind="stable").head(_MOST)
@@ -225,18 +217,7 @@ def cross_validation_report(
     return write_report(path, title, str(found.verdict), sections, ok=found.verdict.beats)
 
 # %% ../../nbs/learn/reports.ipynb #9f544efb
-_SCORES = [
-    "path",
-    "label",
-    "leak",
-    "score",
-    "leak_share",
-    "n_segments",
-    "scored_s",
-    "status",
-    "rms_db",
-    "in_training",
-]
+_SCORES = ["path", "label", "leak", "score", "leak_share", "n_segments", "scored_s", "status"]
 
 
 def prediction_report(
@@ -246,7 +227,9 @@ def prediction_report(
 ) -> Path:  # raises OutputError, SpaceError
     "Write the report of a prediction."
     text = predictions.text()
-    highest = predictions.table.sort_values("score", ascending=False, kind="stable")[_SCORES].head(_MOST)
+    highest = predictions.table.sort_values("score", ascending=False, kind="stable")[
+        [*_SCORES, "rms_db", "in_training"]
+    ].head(_MOST)
     sections = [
         Section("Summary", [text]),
         Section("Recordings with the highest scores", [highest.reset_index(drop=True)]),
@@ -274,8 +257,8 @@ def promotion_plot(done: "Round") -> "go.Figure":
                 x=f32(values),
                 y=[figure_title(f) for f in scored.figures],
                 mode="markers",
-                marker=dict(color=LABEL_COLORS[k], size=9),
-                error_x=error_bars(values, *ends, LABEL_COLORS[k]),
+                marker=dict(color=style.LABEL_COLORS[k], size=9),
+                error_x=error_bars(values, *ends, style.LABEL_COLORS[k]),
             )
         )
     return styled_figure(

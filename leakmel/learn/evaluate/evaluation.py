@@ -31,43 +31,10 @@ from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE
 from leakmel.learn.data.groups import LEAKY_SPLIT, Group, recordings_of, shared_values
 from leakmel.learn.data.segments import Segments, Task, close_opened, open_sources, source_list
 from leakmel.learn.data.splits import LeakySplitWarning, Split, existing_split
-from leakmel.learn.evaluate.plots import (
-    Misclassified,
-    confusion_figure,
-    errors_figure,
-    group_figure,
-    reliability_figure,
-    roc_figure,
-    worst_errors,
-)
-from leakmel.learn.metrics.significance import (
-    MIN_GROUPS,
-    Bootstrap,
-    Difference,
-    Groups,
-    PermutationTest,
-    ScoredModel,
-    Verdict,
-    cautions,
-    differences,
-    figure_title,
-    group_rows,
-    permutation_test,
-    plain,
-    recording_groups,
-    score_model,
-    source_of_pieces,
-)
-from leakmel.learn.metrics.metrics import (
-    FIGURES,
-    UNCHOSEN,
-    VOTES,
-    Reliability,
-    best_threshold,
-    fit_calibration,
-    reliability,
-    vote_scores,
-)
+from leakmel.learn.evaluate import plots
+from leakmel.learn.metrics import significance as stats
+from leakmel.learn.metrics import metrics
+from leakmel.learn.metrics.metrics import FIGURES, reliability
 from leakmel.learn.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.learn.model.card import TEST_SET, evaluation_record
 from leakmel.learn.model.cards import update_card
@@ -99,20 +66,20 @@ class Evaluation:
     spec: MelSpec | None  # None: files of the earlier system
     table: (
         pd.DataFrame
-    )  # a row per recording: path, label, sensor, group, leak, a score for each rule and baseline
+    )  # for each recording: path, label, sensor, group, leak, score of each rule and baseline
     segment_scores: np.ndarray  # [B, L]; NaN after the end of a recording
-    groups: Groups
+    groups: stats.Groups
     vote: str  # voting rule of the verdict
-    votes: Mapping[str, ScoredModel]  # the detector with each voting rule
-    baselines: Mapping[str, ScoredModel]
-    differences: Mapping[str, Mapping[str, Mapping[str, Difference]]]  # rule -> baseline -> figure
-    verdict: Verdict
+    votes: Mapping[str, stats.ScoredModel]  # the detector with each voting rule
+    baselines: Mapping[str, stats.ScoredModel]
+    differences: Mapping[str, Mapping[str, Mapping[str, stats.Difference]]]  # rule -> baseline -> figure
+    verdict: stats.Verdict
     stamps: tuple[str, ...]  # leakage of the split; shown with every figure
     cautions: tuple[str, ...]  # what the recordings cannot prove
-    control: PermutationTest
-    calibration: Reliability  # reliability of the mean score of the segments
-    calibrated: Reliability | None  # reliability of the probabilities; None: the model has no held-out scores
-    worst: tuple[Misclassified, ...]  # misclassified recordings, the worst first
+    control: stats.PermutationTest
+    calibration: metrics.Reliability  # reliability of the mean score of the segments
+    calibrated: metrics.Reliability | None  # of the probabilities; None: the model has no held-out scores
+    worst: tuple[plots.Misclassified, ...]  # misclassified recordings, the worst first
     seconds: float  # duration of scoring
     details: Mapping[str, Any] = field(default_factory=dict)  # device, files per batch, draws, seed ...
 
@@ -130,7 +97,7 @@ class Evaluation:
         return self.verdict.beats
 
     @property
-    def detector(self) -> ScoredModel:
+    def detector(self) -> stats.ScoredModel:
         "The detector with the voting rule of the verdict."
         return self.votes[self.vote]
 
@@ -140,7 +107,7 @@ class Evaluation:
         return len(self.table) / max(self.seconds, 1e-9)
 
     @property
-    def ways(self) -> "list[ScoredModel]":
+    def ways(self) -> list[stats.ScoredModel]:
         "The detector with each voting rule, then the baselines."
         return [*self.votes.values(), *self.baselines.values()]
 
@@ -151,39 +118,31 @@ class Evaluation:
 
     def figures(self) -> pd.DataFrame:
         "Return a table with a row for each figure and a column for each rule and baseline."
-        return pd.DataFrame(
-            {
-                j.title: [
-                    f"{j.figures[f]:.2f}{j.intervals[f].in_brackets('.2f')}".replace("nan", "undefined")
-                    for f in FIGURES
-                ]
-                for j in self.ways
-            },
-            index=[figure_title(f) for f in FIGURES],
-        )
+        texts = {
+            j.title: [f"{j.figures[f]:.2f}{j.intervals[f].in_brackets('.2f')}" for f in FIGURES]
+            for j in self.ways
+        }
+        return pd.DataFrame(texts, index=[*map(stats.figure_title, FIGURES)]).replace("nan", "undefined")
 
     def by_group(self) -> pd.DataFrame:
         "Return a table with a row for each sensor (or other group), the worst first."
-        rows = group_rows(self.table["leak"].to_numpy(bool), self.detector, self.groups)
+        rows = stats.group_rows(self.table["leak"].to_numpy(bool), self.detector, self.groups)
         return pd.DataFrame(rows).rename(columns={"group": self.groups.by}).set_index(self.groups.by)
 
-    def plots(
-        self,
-    ) -> "dict[str, go.Figure]":  # roc, confusion, reliability, groups (if there are any), errors
-        "Draw all figures, by name."
+    def plots(self) -> "dict[str, go.Figure]":
+        "Draw all figures, by name: roc, confusion, reliability, groups (if there are any), errors."
         truth = self.table["leak"].to_numpy(bool)
         stamp = f"{LEAKY_SPLIT} " if self.leaky else ""
-        rules, baselines = list(self.votes.values()), list(self.baselines.values())
+        verdict = self.verdict if self.baselines else None
+        models = (list(self.votes.values()), list(self.baselines.values()))
         found = {
-            "roc": roc_figure(
-                truth, rules, baselines, verdict=self.verdict if baselines else None, stamp=stamp
-            ),
-            "confusion": confusion_figure(self.detector, self.task.leak_label, stamp=stamp),
-            "reliability": reliability_figure(self.calibration, self.calibrated, stamp=stamp),
+            "roc": plots.roc_figure(truth, *models, verdict=verdict, stamp=stamp),
+            "confusion": plots.confusion_figure(self.detector, self.task.leak_label, stamp=stamp),
+            "reliability": plots.reliability_figure(self.calibration, self.calibrated, stamp=stamp),
         }
         if self.has_groups:
-            found["groups"] = group_figure(truth, self.detector, self.groups, stamp=stamp)
-        return found | {"errors": errors_figure(self.worst, self.spec, stamp=stamp)}
+            found["groups"] = plots.group_figure(truth, self.detector, self.groups, stamp=stamp)
+        return found | {"errors": plots.errors_figure(self.worst, self.spec, stamp=stamp)}
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -214,31 +173,28 @@ class Evaluation:
                 "held": c.n_covering,
                 "with_interval": c.n_with_interval,
                 "between": c.between,
-                "mean_auc": plain(c.mean_auc),
-                "low": plain(c.auc_range[0]),
-                "high": plain(c.auc_range[1]),
+                "mean_auc": stats.plain(c.mean_auc),
+                "low": stats.plain(c.auc_range[0]),
+                "high": stats.plain(c.auc_range[1]),
                 "as_high": c.n_at_least,
                 "holds": c.holds,
                 "text": str(c),
             },
             "calibration": {
-                "error": plain(r.error),
-                "error_calibrated": None if self.calibrated is None else plain(self.calibrated.error),
+                "error": stats.plain(r.error),
+                "error_calibrated": None if self.calibrated is None else stats.plain(self.calibrated.error),
                 "recordings": r.n.tolist(),
-                "mean_score": [plain(v) for v in r.mean_score],
-                "leak_share": [plain(v) for v in r.leak_share],
+                "mean_score": [stats.plain(v) for v in r.mean_score],
+                "leak_share": [stats.plain(v) for v in r.leak_share],
             },
-            "by_group": group_rows(truth, self.detector, self.groups) if self.has_groups else [],
+            "by_group": stats.group_rows(truth, self.detector, self.groups) if self.has_groups else [],
             "worst": [str(w) for w in self.worst],
             "seconds": self.seconds,
             "files_per_s": self.files_per_s,
             "details": dict(self.details),
         }
 
-    def report(
-        self,
-        width: int = 100,  # columns of a line, unless a name is longer
-    ) -> str:
+    def report(self, width: int = 100) -> str:  # columns of a line, unless a name is longer
         "Return the evaluation as text."
         return "\n".join(t if "\n" in t else wrap_text(t, width) for t in _texts(self, width))
 
@@ -256,9 +212,8 @@ class Evaluation:
         for name, path in written.items():
             require_result(path, "result of an evaluation", _MARKS[name].encode())
         rows = self.table.assign(stamp=" ".join(self.stamps)) if self.leaky else self.table
-        rows = rows.assign(
-            **{n: [show_path(v) for v in rows[n]] for n in ("path", "label", "sensor") if n in rows}
-        )
+        shown = [n for n in ("path", "label", "sensor") if n in rows]
+        rows = rows.assign(**{n: [show_path(v) for v in rows[n]] for n in shown})
         content = {
             "summary.json": json.dumps(self.summary, indent=1, allow_nan=False) + "\n",
             "report.txt": self.report() + "\n",
@@ -293,18 +248,16 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
     yield from ("", *e.stamps, *e.cautions, str(e.verdict), "")
     yield e.figures().to_string(line_width=width)
     if e.baselines:
-        apart = {
-            f"minus {e.baselines[b].title}": [str(d[f]) for f in FIGURES]
-            for b, d in e.differences[e.vote].items()
-        }
         yield from ("", f"{e.detector.title}, differences from the baselines on the same recordings:")
-        yield pd.DataFrame(apart, index=[figure_title(f) for f in FIGURES]).to_string(line_width=width)
+        apart = pd.DataFrame(e.differences[e.vote], index=list(FIGURES)).map(str)
+        apart.columns = [f"minus {e.baselines[str(b)].title}" for b in apart]
+        yield apart.rename(stats.figure_title).to_string(line_width=width)
     yield ""
     reasons: dict[str, list[str]] = {}  # reason for a missing figure or interval -> which ones
     for j in e.ways:
         for f in FIGURES:
             if why := j.undefined.get(f) or j.intervals[f].note:
-                reasons.setdefault(why, []).append(f"{figure_title(f)} of {j.title}")
+                reasons.setdefault(why, []).append(f"{stats.figure_title(f)} of {j.title}")
     for why, where in reasons.items():
         yield f"{', '.join(where) if len(where) <= 3 else f'{len(where)} figures'}: {why}."
     yield f"{len(e):,} recordings, {e.table['leak'].sum():,} of them leaks; 95 % confidence intervals by bootstrap over {e.groups.counted(len(e.groups))}."
@@ -318,16 +271,14 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
             yield f"{name} and share of leaks differ by {own.error:.3f} on average."
     if e.has_groups:
         table = e.by_group()[["recordings", "leaks", "accuracy", "sensitivity", "specificity", "auc"]]
-        yield from (
-            "",
-            f"Figures by {e.groups.by}, the {min(_MAX_ROWS, len(table))} worst of {len(table):,}:",
-        )
+        yield ""
+        yield f"Figures by {e.groups.by}, the {min(_MAX_ROWS, len(table))} worst of {len(table):,}:"
         yield table.head(_MAX_ROWS).to_string(na_rep="-", float_format="{:.2f}".format)
     if e.worst:
         yield from ("", "Worst errors:", *map(str, e.worst))
     yield from e.stamps
 
-# %% ../../../nbs/learn/evaluate/evaluation.ipynb #5c0ffee1
+
 def evaluation_answer(e: Evaluation) -> list[str]:  # at most six lines
     "Return what a person acts on: leaks found and false alarms, the comparison with a level meter, what to expect at a new sensor."
     counts, by = e.detector.counts, e.groups.by
@@ -348,8 +299,8 @@ def evaluation_answer(e: Evaluation) -> list[str]:  # at most six lines
         new = "cannot be told, because leakage was not checked"
     elif not e.has_groups:
         new = "cannot be told, because the sensors of the recordings are not known"
-    elif held < MIN_GROUPS:
-        new = f"cannot be told, because a label comes from {held} {by}{'s' * (held != 1)}, and {MIN_GROUPS} are needed"
+    elif held < stats.MIN_GROUPS:
+        new = f"cannot be told, because a label comes from {held} {by}{'s' * (held != 1)}, and {stats.MIN_GROUPS} are needed"
     lines = [f"{LEAKY_SPLIT} --full says why"] * e.leaky
     lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
     if others and level == "yes":
@@ -360,15 +311,13 @@ def evaluation_answer(e: Evaluation) -> list[str]:  # at most six lines
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #c81529ce
 def score_baselines(
-    boot: Bootstrap,
+    boot: stats.Bootstrap,
     ds: Segments,  # test set with a task, the recordings of `boot`
     training: Segments,
     validation: Segments | None = None,  # to choose thresholds on; None, or one class only: 0.5
     *,
     progress: str = "auto",  # as for `baseline_features`
-) -> dict[
-    str, ScoredModel
-]:  # by name, as in BASELINE_TITLES; raises DataError if training has one class only
+) -> dict[str, stats.ScoredModel]:  # as in BASELINE_TITLES; raises DataError if training has one class only
     "Fit the baselines on training, choose their thresholds on validation, and score recordings."
     parts = [part for part in (training, ds, validation) if part is not None]
     truth = np.concatenate([part.is_leak for part in parts])
@@ -379,8 +328,11 @@ def score_baselines(
     for name, score in fold_baselines(features, truth, np.arange(n), np.arange(n, len(truth))).items():
         chosen: dict[str, Any] = {}
         if 0 < validated.sum() < len(validated):
-            chosen = {"threshold": best_threshold(validated, score[m:]), "threshold_from": "validation"}
-        found[name] = score_model(boot, score[:m], name=name, title=BASELINE_TITLES[name], **chosen)
+            chosen = {
+                "threshold": metrics.best_threshold(validated, score[m:]),
+                "threshold_from": "validation",
+            }
+        found[name] = stats.score_model(boot, score[:m], name=name, title=BASELINE_TITLES[name], **chosen)
     return found
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #633af05c
@@ -405,12 +357,8 @@ def _open_parts(
         if split is not None:
             split.require(sum(map(len, opened[part])), part)
             rows = {n: own for n, own in split.parts.items() if n in (part, "training", "validation")}
-        yield {
-            n: Segments(
-                opened.get(n, opened[part]), rows=own, level="recording", task=task, preload_to_ram=False
-            )
-            for n, own in rows.items()
-        }
+        how: dict[str, Any] = {"level": "recording", "task": task, "preload_to_ram": False}
+        yield {n: Segments(opened.get(n, opened[part]), rows=own, **how) for n, own in rows.items()}
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #1d21fc1a
 def _leakage_warnings(
@@ -424,7 +372,7 @@ def _leakage_warnings(
         stamps.append(f"In training: {show_path(own)}")
     tables = [recordings_of(ds) for ds in parts.values()]
     if len(tables) > 1 and all("path" in t for t in tables):  # pieces of one recording, by their names
-        names = source_of_pieces(pd.concat(tables, ignore_index=True))
+        names = stats.source_of_pieces(pd.concat(tables, ignore_index=True))
         of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
         shared = shared_values(names, of, list(parts), "source recording")
         if shared and part in shared.parts:
@@ -457,7 +405,7 @@ def _other_findings(
     yield from (f"In {name} {note}." for name, note in notes.items() if note)
     if detector.record.get("round"):
         yield "The detector was selected in retraining rounds: figures on the recordings that selected it are slightly too optimistic."
-    if detector.threshold_from != UNCHOSEN and "validation" not in parts and training is not None:
+    if detector.threshold_from != metrics.UNCHOSEN and "validation" not in parts and training is not None:
         yield "No validation recordings were given: the baselines use the threshold 0.5, but the threshold of the detector was chosen. Compare the AUC only."
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #cb32c535
@@ -473,7 +421,7 @@ def _evaluation(
     detector: Detector,
     parts: Mapping[str, Segments],
     part: str,  # test set
-    boot: Bootstrap,  # of its recordings
+    boot: stats.Bootstrap,  # of its recordings
     votes: Sequence[str],
     metric: str,
     how: Mapping[str, Any],  # options of `score_rows`: device and files per batch
@@ -488,7 +436,7 @@ def _evaluation(
         segments = score_rows(detector, ds, progress=bar.update, **how)
     found["seconds"] = time.perf_counter() - began
     ways = {
-        rule: score_model(
+        rule: stats.score_model(
             boot,
             detector.recording_scores(segments, rule),
             name=rule,
@@ -504,7 +452,7 @@ def _evaluation(
     own = ways[detector.vote]
     verdict, notes = judge(boot, own, simple, detector.kind == "spectral", metric)
     found["cautions"] = (*found["cautions"], *notes)
-    calibration = None if detector.held_out is None else fit_calibration(detector.held_out)
+    calibration = None if detector.held_out is None else metrics.fit_calibration(detector.held_out)
     probability = None if calibration is None else calibration.probability(np.clip(own.score, 0, 1))
     table = recordings_of(ds).assign(
         group=text_column(boot.groups.names[k] for k in boot.groups.code),
@@ -526,12 +474,14 @@ def _evaluation(
         vote=detector.vote,
         votes=ways,
         baselines=simple,
-        differences={v: {b: differences(boot, j, s) for b, s in simple.items()} for v, j in ways.items()},
+        differences={
+            v: {b: stats.differences(boot, j, s) for b, s in simple.items()} for v, j in ways.items()
+        },
         verdict=verdict,
-        control=permutation_test(boot.truth, own.score, boot.groups, seed=seed),
-        calibration=reliability(boot.truth, np.clip(vote_scores(segments, "mean"), 0, 1)),
+        control=stats.permutation_test(boot.truth, own.score, boot.groups, seed=seed),
+        calibration=reliability(boot.truth, np.clip(metrics.vote_scores(segments, "mean"), 0, 1)),
         calibrated=None if probability is None else reliability(boot.truth, probability),
-        worst=worst_errors(ds, table, own, segments),
+        worst=plots.worst_errors(ds, table, own, segments),
         details={"part": part, **how, "draws": len(boot.times), "seed": seed}
         | {"too_short": ds.n_too_short, "silence": trailing_silence(ds)},
         **found,
@@ -542,15 +492,12 @@ def evaluate(
     model: "Detector | str | os.PathLike",  # a detector, its file, or a folder of a training, or of retraining rounds (their champion)
     data: Sources,  # test set; with `split` all data sets of the split
     *,
-    training: Sources
-    | None = None,  # training recordings: to fit the baselines, and to check the split for leakage
+    training: Sources | None = None,  # to fit the baselines, and to check the split for leakage
     validation: Sources | None = None,  # validation recordings, for the thresholds of the baselines
     split: Split | None = None,  # parts of `data`, in place of `training` and `validation`
     part: str = "testing",  # part of the split that is the test set
-    votes: str | Sequence[str] = (
-        "mean",
-        "long_vote",
-    ),  # voting rules of `votes.VOTES`, in addition to the rule of the model
+    # voting rules of `metrics.VOTES`, in addition to the rule of the model
+    votes: str | Sequence[str] = ("mean", "long_vote"),
     group: Group = "sensor",  # groups that are resampled as a whole; night or recording if the sensors are unknown
     metric: str = "auc",  # metric of `metrics.FIGURES` for the comparison with the baselines
     files_per_batch: int = 64,  # recordings scored at once; fewer if memory runs out
@@ -566,7 +513,7 @@ def evaluate(
     named = model if isinstance(model, Detector) else model_file(model)
     detector = named if isinstance(named, Detector) else load_detector(named)
     votes = (votes,) if isinstance(votes, str) else tuple(votes)
-    for what, asked, choices in (("voting rule", votes, VOTES), ("metric", (metric,), FIGURES)):
+    for what, asked, choices in (("voting rule", votes, metrics.VOTES), ("metric", (metric,), FIGURES)):
         if unknown := [name for name in asked if name not in choices]:
             raise UsageError(
                 f"the {what} is unknown",
@@ -605,12 +552,12 @@ def evaluate(
         known = find_overlap(detector.provenance, ds)
         if known and known.stamp and not allow_leaky_split:
             warnings.warn(known.stamp, LeakySplitWarning, stacklevel=2)
-        groups = recording_groups(recordings_of(ds), group)
+        groups = stats.recording_groups(recordings_of(ds), group)
         return _evaluation(
             detector,
             parts,
             part,
-            Bootstrap(ds.is_leak, groups, n_draws=n_draws, seed=seed),
+            stats.Bootstrap(ds.is_leak, groups, n_draws=n_draws, seed=seed),
             votes,
             metric,
             how,
@@ -618,18 +565,16 @@ def evaluate(
             seed,
             model="a detector" if isinstance(named, Detector) else os.fsdecode(named),
             stamps=_leakage_warnings(detector, known, split, parts, part),
-            cautions=(*cautions(ds.is_leak, groups), *_other_findings(detector, known, split, parts)),
+            cautions=(*stats.cautions(ds.is_leak, groups), *_other_findings(detector, known, split, parts)),
         )
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #re000004
-def record_evaluation(
-    model: str | os.PathLike,  # model file, or the folder of a training
-    evaluation: Evaluation,  # of this model
-    name: str,  # of the test set, for example its file name
-) -> (
-    Detector | None
-):  # with the record; None: a model of retraining rounds, which is never changed; raises OutputError
-    "Add an evaluation to the model file, in place of an earlier one on the same test set, whatever its name."
+def record_evaluation(model: str | os.PathLike, evaluation: Evaluation, name: str) -> Detector | None:
+    """Add an evaluation to a model file or the folder of a training, in place of one on the same test set, whatever its name.
+
+    `name` is that of the test set. Return the detector with the record; None: a model of retraining rounds,
+    which is never changed. Raises OutputError.
+    """
     path = Path(model_file(model))
     if (path.parent.parent / CHAMPION_FILE).exists():
         return None

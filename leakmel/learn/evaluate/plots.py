@@ -15,21 +15,8 @@ from numpy.typing import ArrayLike
 
 from leakmel.core.errors import show_path
 from leakmel.dataset.file.reader import read_rows
-from leakmel.insight.plots import (
-    LABEL_COLORS,
-    LINE_COLOUR,
-    MAX_POINTS,
-    TEXT_COLOUR,
-    apply_style,
-    colour_range,
-    f32,
-    frame_starts_s,
-    label_colour,
-    plain_text,
-    styled_figure,
-    styled_subplots,
-    whole_db,
-)
+from leakmel.insight import plots as style
+from leakmel.insight.plots import f32, label_colour, plain_text, styled_figure
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.metrics.significance import Groups, ScoredModel, Verdict
 from leakmel.learn.metrics.metrics import Reliability, roc
@@ -39,15 +26,12 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-# %% ../../../nbs/learn/evaluate/plots.ipynb #8dc26e4e
-LEAK_COLOR = LABEL_COLORS[1]
-OTHER_COLOR = LABEL_COLORS[0]
+
+LEAK_COLOR = style.LABEL_COLORS[1]
+OTHER_COLOR = style.LABEL_COLORS[0]
 
 
-def counted(
-    n: int,
-    what: str,  # in the singular
-) -> str:
+def counted(n: int, what: str) -> str:  # what: in the singular
     "A number with its noun."
     return f"{n:,} {what}{'s' * (n != 1)}"
 
@@ -68,7 +52,7 @@ _DIAGONAL: dict[str, Any] = dict(
     x=[0.0, 1.0],
     y=[0.0, 1.0],
     mode="lines",
-    line=dict(color=LINE_COLOUR, width=1),
+    line=dict(color=style.LINE_COLOUR, width=1),
     showlegend=False,
     hoverinfo="skip",
 )
@@ -89,7 +73,7 @@ def roc_figure(
     names = []
     for k, model in enumerate((*ways, *baselines)):
         curve = roc(truth, model.score)
-        at = np.unique(np.linspace(0, len(curve.threshold) - 1, MAX_POINTS // 2).astype(np.int64))
+        at = np.unique(np.linspace(0, len(curve.threshold) - 1, style.MAX_POINTS // 2).astype(np.int64))
         names.append(f"AUC {model.figures['auc']:.2f}{model.intervals['auc'].in_brackets('.2f')}")
         line = dict(width=1.6, dash="dot") if k >= len(ways) else dict(width=2.6)
         same = dict(type="scatter", legendgroup=model.name)
@@ -138,13 +122,8 @@ def roc_figure(
     )
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #3e9619ec
-def confusion_figure(
-    model: ScoredModel,
-    leak_label: str = "leak",
-    *,
-    stamp: str = "",  # of a leaky split
-) -> "go.Figure":
-    "Draw the confusion matrix."
+def confusion_figure(model: ScoredModel, leak_label: str = "leak", *, stamp: str = "") -> "go.Figure":
+    "Draw the confusion matrix; the stamp is that of a leaky split."
     c = model.counts
     counts = np.array([[c.true_leak, c.missed_leak], [c.false_alarm, c.true_normal]])  # rows truth
     share = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
@@ -270,7 +249,7 @@ def group_figure(
             range=[len(rows) - 0.4, -0.6],
         ),
     )
-    return fig.add_vline(x=model.threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"))
+    return fig.add_vline(x=model.threshold, line=dict(color=style.TEXT_COLOUR, width=1, dash="dash"))
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #537ff067
 MAX_ERRORS = 10
@@ -348,24 +327,24 @@ def spectrogram_figure(
 ) -> "go.Figure":
     "Draw spectrograms with one colour scale, each with the scores of its segments below."
     pictures = [_picture(s, spec) for s in shown]
-    low, high = colour_range(np.concatenate([p.ravel() for _, _, p in pictures]), 80.0)
+    low, high = style.colour_range(np.concatenate([p.ravel() for _, _, p in pictures]), 80.0)
     n_cols = min(n_cols, len(shown))
     n_rows = -(-len(shown) // n_cols)
     titles = [[s.title for s in shown[k : k + n_cols]] for k in range(0, len(shown), n_cols)]
-    fig = styled_subplots(
+    fig = style.styled_subplots(
         rows=2 * n_rows,
         cols=n_cols,
         horizontal_spacing=0.07,
         subplot_titles=[t for own in titles for t in [*own, *[""] * (2 * n_cols - len(own))]],
     )
-    fig.update_annotations(font=dict(size=11, color=TEXT_COLOUR))
+    fig.update_annotations(font=dict(size=11, color=style.TEXT_COLOUR))
     for k, (s, (edges, times, picture)) in enumerate(zip(shown, pictures)):
         row, col = divmod(k, n_cols)
         upper, lower = dict(row=2 * row + 1, col=col + 1), dict(row=2 * row + 2, col=col + 1)
         bands = np.arange(len(picture)) if spec is None else spec.mel_hz
-        heat, scores = _traces(s, edges, times, bands, whole_db(picture, low, high))
+        heat, scores = _traces(s, edges, times, bands, style.whole_db(picture, low, high))
         fig.add_trace(heat, **upper).add_trace(scores, **lower)
-        fig.add_hline(y=threshold, line=dict(color=TEXT_COLOUR, width=1, dash="dash"), **lower)
+        fig.add_hline(y=threshold, line=dict(color=style.TEXT_COLOUR, width=1, dash="dash"), **lower)
         reach = [float(edges[0]), float(edges[-1])]
         fig.update_xaxes(range=reach, showticklabels=False, **upper)
         fig.update_xaxes(range=reach, title=dict(text="time (s)", standoff=4), **lower)
@@ -382,7 +361,7 @@ def spectrogram_figure(
             colorbar=dict(title=dict(text="dB"), thickness=12, outlinewidth=0, len=0.5),
         )
     )
-    return apply_style(fig, title, note, 90 + 290 * n_rows)
+    return style.apply_style(fig, title, note, 90 + 290 * n_rows)
 
 
 def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -392,7 +371,7 @@ def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np
     if spec is not None:
         steps = [n / spec.sample_rate for n in (spec.long_hop, spec.short_hop, spec.hop_length)]
     edges = (s.first + np.arange(n_long + 1)) * steps[0]
-    times, index = frame_starts_s(edges[:-1], np.arange(n_short) * steps[1], n_frames, steps[2])
+    times, index = style.frame_starts_s(edges[:-1], np.arange(n_short) * steps[1], n_frames, steps[2])
     first = np.arange(0, len(times), -(-len(times) // _MAX_COLUMNS))
     frames = s.mels.transpose(2, 0, 1, 3).reshape(n_mels, -1)[:, index].astype(np.float32)
     return edges, times[first], np.fmax.reduceat(frames, first, axis=1)
@@ -411,7 +390,7 @@ def _traces(
         name=s.title,
         hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>",
     )
-    step = -(-len(edges) // MAX_POINTS)
+    step = -(-len(edges) // style.MAX_POINTS)
     scores = dict(
         type="scatter",
         x=f32(edges[::step]),

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,35 +32,14 @@ from leakmel.learn.data.groups import Group, group_name, group_values, recording
 from leakmel.learn.data.segments import Task
 from leakmel.learn.data.splits import can_be_left_out, label_counts, recordings_table
 from leakmel.learn.evaluate.plots import error_bars, reliability_figure, roc_figure
+from leakmel.learn.metrics import significance as stats
 from leakmel.learn.metrics.metrics import HeldOutScores, cross_calibrated, leak_metrics, reliability
-from leakmel.learn.metrics.significance import (
-    MIN_GROUPS,
-    Bootstrap,
-    Difference,
-    Groups,
-    Interval,
-    ScoredModel,
-    Verdict,
-    differences,
-    encode_groups,
-    figure_title,
-    plain,
-    score_model,
-)
+from leakmel.learn.metrics.significance import MIN_GROUPS, differences, plain, score_model
 from leakmel.learn.model.spectral import BASELINE_TITLES, baseline_features
-from leakmel.learn.model.files import pick_device
-from leakmel.learn.model.files import require_result
+from leakmel.learn.model.files import pick_device, require_result
 from leakmel.learn.model.settings import TrainSettings
-from leakmel.learn.train.folds import (
-    NO_CHOICE,
-    QUALITY,
-    Fit,
-    FoldTrainer,
-    compare_with_baselines,
-    joined_groups,
-    make_folds,
-    run_fits,
-)
+from leakmel.learn.train import folds
+from leakmel.learn.train.folds import Fit, NO_CHOICE, QUALITY
 from leakmel.learn.train.state import Sources, TrainingData, open_training
 from leakmel.learn.train.loop import folder_lock
 
@@ -69,7 +47,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #ge000017
-_MARKS = {  # what the table of a result has in its first line
+# of each result: what the table has in its first line
+_MARKS = {
     "cross_validation": b",leak,fold,score",
     "generalisation": b"grouping,",
     "learning_curve": b"curve,",
@@ -113,13 +92,8 @@ class Resampled(RowTable):
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON: those that all results have."
-        return {
-            "task": repr(self.task),
-            "detector": self.asked,
-            "fits": self.n_fits,
-            "fits_of_this_run": self.n_done,
-            "seconds": self.seconds,
-        }
+        fits = {"fits": self.n_fits, "fits_of_this_run": self.n_done, "seconds": self.seconds}
+        return {"task": repr(self.task), "detector": self.asked, **fits}
 
     def plots(self) -> "dict[str, go.Figure]":
         "Draw figures, by name."
@@ -144,15 +118,15 @@ def plain_rows(table: pd.DataFrame) -> Any:
     return table.astype(object).where(table.notna(), None).to_dict("records")
 
 
-def figures_text(model: ScoredModel) -> str:
+def figures_text(model: stats.ScoredModel) -> str:
     "AUC and balanced accuracy with their intervals."
     return ", ".join(
-        f"{figure_title(n)} {model.figures[n]:.3f}{model.intervals[n].in_brackets()}" for n in QUALITY
+        f"{stats.figure_title(n)} {model.figures[n]:.3f}{model.intervals[n].in_brackets()}" for n in QUALITY
     )
 
 
 def auc_figure(
-    points: pd.DataFrame,  # line, x, auc, low and high of its interval, text; the first line is the detector
+    points: pd.DataFrame,  # line, x, auc, its interval auc_low and auc_high, text; the first line is the detector
     title: str,
     note: str,
     xaxis: Mapping[str, Any],
@@ -161,6 +135,7 @@ def auc_figure(
     traces = []
     for k, (name, own) in enumerate(points.groupby("line", sort=False)):
         colour = label_colour(k)
+        ends = (own["auc_low"], own["auc_high"])
         traces.append(
             dict(
                 type="scatter",
@@ -170,8 +145,8 @@ def auc_figure(
                 mode="lines+markers",
                 line=dict(color=colour, width=1.4 if k else 2.6, dash="dot" if k else "solid"),
                 marker=dict(color=colour, size=6 if k else 9),
-                error_y=error_bars(own["auc"], own["low"], own["high"], colour),
-                customdata=[f"{p['text']}{Interval(p['low'], p['high'])}" for p in own.to_dict("records")],
+                error_y=error_bars(own["auc"], *ends, colour),
+                customdata=[f"{text}{stats.Interval(*i)}" for text, *i in zip(own["text"], *ends)],
                 hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
             )
         )
@@ -187,10 +162,10 @@ class CrossValidation(Resampled):
     """
 
     name = "cross_validation"
-    groups: Groups  # groups that are kept together in folds and resampled as a whole
-    detector: ScoredModel  # figures are means over seeds
-    baselines: Mapping[str, ScoredModel]
-    verdict: Verdict
+    groups: stats.Groups  # groups that are kept together in folds and resampled as a whole
+    detector: stats.ScoredModel  # figures are means over seeds
+    baselines: Mapping[str, stats.ScoredModel]
+    verdict: stats.Verdict
     cautions: tuple[str, ...]  # what the recordings cannot prove
     scores: Mapping[str, np.ndarray]  # [S, n] of each seed: "fold", "detector" and each baseline
     # a row for each fold of each seed: recordings held out, leaks of them, kind of the detector and why,
@@ -200,14 +175,14 @@ class CrossValidation(Resampled):
     labels_by_people: Mapping[str, int] = field(default_factory=dict)  # counts, where a table was given
 
     @property
-    def models(self) -> dict[str, ScoredModel]:
+    def models(self) -> dict[str, stats.ScoredModel]:
         "Detector and baselines."
         return {"detector": self.detector, **self.baselines}
 
     @property
     def kinds(self) -> dict[str, int]:
         "Number of folds with each kind of detector."
-        return dict(Counter(self.folds["kind"]))
+        return {str(k): int(n) for k, n in self.folds["kind"].value_counts(sort=False).items()}
 
     @property
     def is_one_out(self) -> bool:
@@ -236,25 +211,31 @@ class CrossValidation(Resampled):
 
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
-        names = dict.fromkeys((m.title for m in self.baselines.values()), "reference")
-        names |= dict.fromkeys((title for title, _ in self.verdict.against), "baseline")
-        spread = {"folds": list[str](), "seeds": list[str]()}
-        for (name, _, figure), v in ((key.partition("_"), v) for key, v in self.spread.items() if v["n"]):
-            spread[name].append(f"{figure_title(figure)} {v['low']:.3f} to {v['high']:.3f} in {v['n']}")
-        rows = [
+        against = dict(self.verdict.against)
+        spread = {
+            name: ", ".join(
+                f"{stats.figure_title(n)} {v.min():.3f} to {v.max():.3f} in {len(v)}"
+                for n, v in ((n, parts[n].dropna()) for n in QUALITY)
+                if len(v)
+            )
+            for name, parts in (("folds", self.folds), ("seeds", self.seeds))
+        }
+        kinds = (f"{kind} in {n} of {len(self.folds)} folds" for kind, n in self.kinds.items())
+        return [
             ("method", self.method),
-            ("labels", counts_text(dict(self.labels_by_people)) if self.labels_by_people else ""),
-            *((names.get(m.title, n), f"{m.title}: {figures_text(m)}") for n, m in self.models.items()),
+            *(("labels", counts_text(dict(counts))) for counts in [self.labels_by_people] if counts),
+            ("detector", f"{self.detector.title}: {figures_text(self.detector)}"),
+            *(
+                ("baseline" if m.title in against else "reference", f"{m.title}: {figures_text(m)}")
+                for m in self.baselines.values()
+            ),
             ("verdict", str(self.verdict)),
             *(("caution", text) for text in self.cautions),
-            *((name, ", ".join(texts) or "each has one label only") for name, texts in spread.items()),
-            (
-                "kind",
-                ", ".join(f"{kind} in {n} of {len(self.folds)} folds" for kind, n in self.kinds.items()),
-            ),
-            ("", NO_CHOICE if NO_CHOICE in set(self.folds["reason"]) else ""),
+            *((name, text or "each has one label only") for name, text in spread.items()),
+            ("kind", ", ".join(kinds)),
+            *[("", NO_CHOICE)] * (NO_CHOICE in set(self.folds["reason"])),
+            *super().rows(),
         ]
-        return [(name, text) for name, text in rows if text] + super().rows()
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
@@ -285,12 +266,9 @@ class CrossValidation(Resampled):
         leak = self.table["leak"].to_numpy(bool)
         truth = np.tile(leak, len(self.seeds))
         own, *models = (replace(m, score=self.scores[n].ravel()) for n, m in self.models.items())
-        p = np.concatenate(  # of each seed by its own calibration
-            [
-                cross_calibrated(HeldOutScores(score, leak, self.groups.code, self.groups.by, self.method))
-                for score in self.scores["detector"]
-            ]
-        )
+        about = (leak, self.groups.code, self.groups.by, self.method)
+        # of each seed by its own calibration
+        p = np.concatenate([cross_calibrated(HeldOutScores(s, *about)) for s in self.scores["detector"]])
         known = np.isfinite(p)
         calibrated = reliability(truth[known], p[known]) if known.any() else None
         return {
@@ -308,35 +286,40 @@ class Resampling:
 
     name: str  # of the result
     data: TrainingData
-    table: pd.DataFrame  # of all recordings of the data sets
     settings: TrainSettings
     device: str
     show: str  # as for `core.progress.Progress`
     folder: Path | None  # of the files; None: none is written
-    jobs: int | None
-    cluster: Cluster | None  # it fits, instead of processes of this machine
     n_folds: int
     seeds: int
     n_draws: int
+    jobs: int | None
+    table: pd.DataFrame  # of all recordings of the data sets
     began: float
+    cluster: Cluster | None = None  # it fits, instead of processes of this machine
 
-    def groups(self, group: Group) -> Groups:  # raises UsageError
+    @property
+    def recordings(self) -> pd.DataFrame:
+        "The recordings that are used."
+        return self.table.iloc[self.data.training.rows].reset_index(drop=True)
+
+    def groups(self, group: Group) -> stats.Groups:  # raises UsageError
         "Group the recordings; groups that share content are one."
-        rows = self.data.training.rows
-        own = group if isinstance(group, str) else group_values(self.table, group, missing="one")[rows]
-        return joined_groups(self.table.iloc[rows].reset_index(drop=True), own)
+        if not isinstance(group, str):
+            group = group_values(self.table, group, missing="one")[self.data.training.rows]
+        return folds.joined_groups(self.recordings, group)
 
-    def fits(self, of: Any, groups: Groups) -> list[Fit]:  # raises DataError where no folds are possible
+    def fits(self, of: Any, groups: stats.Groups) -> list[Fit]:  # raises DataError
         "List the fits of cross-validations by groups, one for each seed: one group is left out where they are few."
         found = list[Fit]()
         classes, code = self.data.training.labels, groups.code
         few = len(groups) <= MOST_LEFT_OUT and can_be_left_out(label_counts(code, classes)).all()
         for seed in range(self.seeds):
-            fold = code if few else make_folds(classes, code, self.n_folds, self.settings.seed + seed)
+            fold = code if few else folds.make_folds(classes, code, self.n_folds, self.settings.seed + seed)
             for k in range(int(fold.max()) + 1):
                 fit = Fit(of, groups, seed, k, np.flatnonzero(fold != k), np.flatnonzero(fold == k))
                 if self.settings.detector == "blend":  # it needs folds inside each fold
-                    make_folds(classes[fit.learned], code[fit.learned], 5, seed)
+                    folds.make_folds(classes[fit.learned], code[fit.learned], 5, seed)
                 found.append(fit)
         return found
 
@@ -347,18 +330,18 @@ class Resampling:
     ) -> tuple[dict[Any, dict[str, np.ndarray]], pd.DataFrame]:
         "Fit detectors and baselines; return, of what fits belong to, [S, n] folds and scores, and a row for each fit."
         keep = None if self.folder is None else self.folder / "cross-validation"
-        trainer = FoldTrainer(self.data, self.settings, fits[0].groups, self.device, keep, n_threads=1)
+        trainer = folds.FoldTrainer(self.data, self.settings, fits[0].groups, self.device, keep, n_threads=1)
         features = baseline_features(trainer.ds, progress="none") if baselines else {}
         if self.settings.detector != "cnn":
             _ = trainer.features  # read once, not in each process
-        shape = (self.seeds, len(trainer.ds.rows))
+        empty = np.full((self.seeds, len(trainer.ds.rows)), np.nan)
         names = ("fold", "detector", *features)
-        found = {of: {name: np.full(shape, np.nan) for name in names} for of in {fit.of for fit in fits}}
+        found = {of: {name: empty.copy() for name in names} for of in {fit.of for fit in fits}}
         rows = []
         label = self.name.replace("_", " ")
         total = sum(len(fit.held_out) for fit in fits)
         with Progress(total, unit="recordings", label=label, show=self.show) as bar:
-            for k, (facts, scores) in run_fits(trainer, features, fits, self.jobs, self.cluster):
+            for k, (facts, scores) in folds.run_fits(trainer, features, fits, self.jobs, self.cluster):
                 rows.append(facts)
                 for name, values in scores.items():
                     found[fits[k].of][name][fits[k].seed, fits[k].held_out] = values
@@ -366,13 +349,13 @@ class Resampling:
         return found, pd.DataFrame(rows)
 
     def cross_validation(
-        self, groups: Groups, scores: Mapping[str, np.ndarray], rows: pd.DataFrame
+        self, groups: stats.Groups, scores: Mapping[str, np.ndarray], rows: pd.DataFrame
     ) -> CrossValidation:
         "Compute pooled figures, and compare them with those of the baselines."
         truth, facts = self.data.training.is_leak, recordings_of(self.data.training)
-        boot = Bootstrap(truth, groups, n_draws=self.n_draws, seed=self.settings.seed)
-        is_spectral = set(rows["kind"]) == {"spectral"}
+        boot = stats.Bootstrap(truth, groups, n_draws=self.n_draws, seed=self.settings.seed)
         each = {"fold": scores["fold"].astype(np.int64), "score": scores["detector"]}
+        by_seed = {f"{n}_{k + 1}": each[n][k] for k in range(self.seeds) for n in each if self.seeds > 1}
         return CrossValidation(
             table=facts[[n for n in ("path", "label", "sensor") if n in facts]].assign(
                 group=text_column(groups.names[k] for k in groups.code),
@@ -380,29 +363,24 @@ class Resampling:
                 fold=each["fold"][0],
                 score=scores["detector"].mean(0),
                 **{f"score_{n}": scores[n].mean(0) for n in BASELINE_TITLES},
-                **{
-                    f"{n}_{k + 1}": v[k] for k in range(self.seeds) for n, v in each.items() if self.seeds > 1
-                },
+                **by_seed,
             ),
             groups=groups,
             scores=scores,
             folds=rows.sort_values(["seed", "fold"], ignore_index=True).drop(columns=["of", "n_done"]),
             seeds=pd.DataFrame([leak_metrics(truth, own) for own in scores["detector"]])[[*QUALITY]],
             labels_by_people=self.data.labels_by_people,
-            **compare_with_baselines(boot, scores, self.settings.detector, is_spectral),
+            **folds.compare_with_baselines(
+                boot, scores, self.settings.detector, set(rows["kind"]) == {"spectral"}
+            ),
             **self.facts(rows),
         )
 
     def facts(self, rows: pd.DataFrame) -> dict[str, Any]:
         "Return what all results have."
-        return {
-            "task": self.data.task,
-            "asked": self.settings.detector,
-            "out": self.folder,
-            "n_fits": int(rows["n_fits"].sum()),
-            "n_done": int(rows["n_done"].sum()),
-            "seconds": time.perf_counter() - self.began,
-        }
+        n_fits, n_done = rows[["n_fits", "n_done"]].sum().tolist()
+        about = {"task": self.data.task, "asked": self.settings.detector, "out": self.folder}
+        return about | {"n_fits": n_fits, "n_done": n_done, "seconds": time.perf_counter() - self.began}
 
 
 @contextmanager
@@ -413,24 +391,19 @@ def open_resampling(
     settings: TrainSettings | None,  # None: the defaults
     device: str,
     progress: bool | str,
-    *,
-    n_folds: int,
-    seeds: int,
-    n_draws: int,
-    jobs: int | None,
-    cluster: Cluster | None = None,
+    numbers: Mapping[str, Any],  # n_folds, seeds, n_draws, jobs and cluster of the `Resampling`
     **how: Any,  # other arguments of `open_training`
 ) -> Iterator[Resampling]:  # raises UsageError, DataError, OutputError
     "Open the recordings of a resampling, and lock its folder, in which files of others are not replaced."
-    for what, value, least in (("n_folds", n_folds, 2), ("seeds", seeds, 1), ("jobs", jobs, 1)):
-        if value is not None and value < least:
-            raise UsageError(f"{what} must be at least {least}", code="usage", found=value)
-    settings = settings or TrainSettings()
+    for what, least in (("n_folds", 2), ("seeds", 1), ("jobs", 1)):
+        if numbers[what] is not None and numbers[what] < least:
+            raise UsageError(f"{what} must be at least {least}", code="usage", found=numbers[what])
     began = time.perf_counter()
+    settings = settings or TrainSettings()
+    title = name.replace("_", "-")
     on = pick_device(device)
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
-    title = name.replace("_", "-")
     unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
     with ExitStack() as stack:
         opened = stack.enter_context(open_training(data, settings=unloaded, progress=show, **how))
@@ -438,34 +411,21 @@ def open_resampling(
             stack.enter_context(folder_lock(folder, title))
             for file, mark in result_files(name).items():
                 require_result(folder / file, f"result of a {title}", mark)
-        yield Resampling(
-            name=name,
-            data=opened,
-            table=recordings_table(opened.training.sources, progress="none"),
-            settings=settings,
-            device=on,
-            show=show,
-            folder=folder,
-            jobs=jobs,
-            cluster=cluster,
-            n_folds=n_folds,
-            seeds=seeds,
-            n_draws=n_draws,
-            began=began,
-        )
+        table = recordings_table(opened.training.sources, progress="none")
+        yield Resampling(name, opened, settings, on, show, folder, table=table, began=began, **numbers)
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #cv000016
 def cross_validate(
     data: Sources,  # data set, or several: all of their recordings are used
     *,
-    out: str
-    | os.PathLike
-    | None = None,  # folder of cross_validation.csv, summary.json and finished fits; None: none is written
-    group: Group = "sensor",  # groups that are kept together in folds and resampled as a whole; night or recording if the sensors are unknown
+    # folder of cross_validation.csv, summary.json and finished fits; None: none is written
+    out: str | os.PathLike | None = None,
+    # groups that are kept together in folds and resampled as a whole; night or recording if the sensors are unknown
+    group: Group = "sensor",
     n_folds: int = 5,  # at least 2; with at most 10 groups each of them is a fold, where labels allow it
     seeds: int = 1,  # repetitions with other folds and fits, at least 1
-    settings: TrainSettings
-    | None = None,  # None: the defaults; `detector` is the kind, "auto": chosen inside each fold
+    # None: the defaults; `detector` is the kind, "auto": chosen inside each fold
+    settings: TrainSettings | None = None,
     leak_label: str = "LEAK",  # whole name of the leak label, ignoring case
     kind: str = "multiclass",  # or "binary": all labels but the leak are one class
     leave_out: Sequence[str] = (),  # labels whose recordings are not used
@@ -475,28 +435,13 @@ def cross_validate(
     legacy: bool = False,  # files of the earlier system
     labels: LabelTable | None = None,  # labels by people (labels.csv), which replace those of the data sets
     progress: bool | str = True,  # or as for `core.progress.Progress`
-    cluster: Cluster
-    | None = None,  # an Executor, a Dask client or the address of a scheduler: it fits the folds, instead of `jobs`
+    # an Executor, a Dask client or the address of a scheduler: it fits the folds, instead of `jobs`
+    cluster: Cluster | None = None,
 ) -> CrossValidation:  # raises UsageError, DataError, OutputError
     "Evaluate a detector by cross-validation: each recording is scored by a detector that was trained without its group."
-    with open_resampling(
-        "cross_validation",
-        data,
-        out,
-        settings,
-        device,
-        progress,
-        n_folds=n_folds,
-        seeds=seeds,
-        n_draws=n_draws,
-        jobs=jobs,
-        cluster=cluster,
-        leak_label=leak_label,
-        kind=kind,
-        leave_out=leave_out,
-        legacy=legacy,
-        labels=labels,
-    ) as run:
+    numbers = {"n_folds": n_folds, "seeds": seeds, "n_draws": n_draws, "jobs": jobs, "cluster": cluster}
+    how = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy, "labels": labels}
+    with open_resampling("cross_validation", data, out, settings, device, progress, numbers, **how) as run:
         groups = run.groups(group)
         scores, rows = run.scores(run.fits("", groups))
         return run.cross_validation(groups, scores[""], rows).written()
@@ -508,12 +453,12 @@ GROUPINGS = ("recording", "session", "sensor", "site")
 def find_grouping(
     table: pd.DataFrame,  # of `recordings_table`, a row for each recording
     name: str,  # "recording", a column (also of extra/), "date" or "re:..."
-) -> tuple[Groups, dict[str, str]]:  # raises UsageError for a wrong pattern
+) -> tuple[stats.Groups, dict[str, str]]:  # raises UsageError for a wrong pattern
     "Group recordings by a name; where there are no groups, return also the code and the reason, a sentence."
     if name == "recording":
         paths = table["path"] if "path" in table else [f"recording {k}" for k in range(len(table))]
-        return joined_groups(table, Groups(name, np.arange(len(table)), tuple(paths))), {}
-    none = Groups("", np.zeros(0, np.int64), ())
+        return folds.joined_groups(table, stats.Groups(name, np.arange(len(table)), tuple(paths))), {}
+    none = stats.Groups("", np.zeros(0, np.int64), ())
     try:
         values = group_values(table, name, missing="one")
     except UsageError as e:
@@ -524,7 +469,7 @@ def find_grouping(
     if n == len(values):
         return none, {"code": "no-group", "reason": f"No recording has a {group_name(name)}."}
     note = f"{n:,} of {len(values):,} recordings have no {group_name(name)} and form one group"
-    return joined_groups(table, encode_groups(name, values, note if n else "")), {}
+    return folds.joined_groups(table, stats.encode_groups(name, values, note if n else "")), {}
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #ge000008
 _MAY_SHARE_PIPES = ("recording", "session", "date")  # such groups may be of one pipe
@@ -538,7 +483,7 @@ def _group_noun(name: str) -> str:
 def new_group_answer(
     truth: np.ndarray,  # [n] bool
     # name, groups and out-of-fold scores, [n] or [seeds, n], the easiest grouping first
-    tested: Sequence[tuple[str, Groups, np.ndarray]],
+    tested: Sequence[tuple[str, stats.Groups, np.ndarray]],
     *,
     n_draws: int = 2000,
     seed: int = 0,
@@ -547,15 +492,16 @@ def new_group_answer(
 
     Plain values: text, names of both groupings, AUC with its interval, and the fall (None where they are one grouping).
     """
-    found: dict[str, Any] = {"text": "", "hardest": "", "easiest": ""}
-    found |= dict.fromkeys(("auc", "low", "high", "fall"))
-    boots = [Bootstrap(truth, groups, n_draws=n_draws, seed=seed) for _, groups, _ in tested]
+    boots = [stats.Bootstrap(truth, groups, n_draws=n_draws, seed=seed) for _, groups, _ in tested]
     support = [boot.group_support("auc") for boot in boots]
     enough = [k for k, (n, _) in enumerate(support) if n >= MIN_GROUPS]
     few = "; ".join(f"only {what}" for n, what in support if n < MIN_GROUPS)
     too_few = f"{few}; at least {MIN_GROUPS} are needed."
+    unknown = "What happens on a new pipe cannot be told:"
+    found: dict[str, Any] = {"text": f"{unknown} {too_few}", "hardest": "", "easiest": ""}
+    found |= dict.fromkeys(("auc", "low", "high", "fall"))
     if not enough:
-        return found | {"text": f"What happens on a new pipe cannot be told: {too_few}"}
+        return found
     boot = boots[
         enough[-1]
     ]  # of the hardest grouping: the same draws for both, as their difference is paired
@@ -565,26 +511,25 @@ def new_group_answer(
     )
     auc, i = hard.figures["auc"], hard.intervals["auc"]
     words = (".2f", "95 % interval ")
-    found |= {"hardest": hard.name, "easiest": easy.name}
-    found |= {"auc": plain(auc), "low": plain(i.low), "high": plain(i.high)}
     text = f"On a new {hard.title}, expect an AUC of {auc:.2f}{i.in_brackets(*words)}"
     if easy.name != hard.name:
         fall = differences(boot, easy, hard)["auc"]
         found["fall"] = fall.summary
         than = f"folds by {easy.title} ({easy.figures['auc']:.2f})"
         reach = fall.interval.in_brackets(*words)
-        shown = f": {fall.value:.2f} less{reach} than with {than}"
-        text += (
-            shown if fall.is_better else f". A fall from {than} is not shown: it is {fall.value:.2f}{reach}"
-        )
-    known = f"What happens on a new pipe cannot be told: folds by {hard.title} test known pipes too."
+        if fall.is_better:
+            text += f": {fall.value:.2f} less{reach} than with {than}"
+        else:
+            text += f". A fall from {than} is not shown: it is {fall.value:.2f}{reach}"
     sentences = {
         f"{text}.": True,
         "That is not shown to be better than chance.": i.known and i.low <= 0.5,
-        known: hard.name in _MAY_SHARE_PIPES,
+        f"{unknown} folds by {hard.title} test known pipes too.": hard.name in _MAY_SHARE_PIPES,
         f"Harder tests decide nothing: {too_few}": bool(few),
     }
-    return found | {"text": " ".join(sentence for sentence, holds in sentences.items() if holds)}
+    found["text"] = " ".join(sentence for sentence, holds in sentences.items() if holds)
+    found |= {"hardest": hard.name, "easiest": easy.name}
+    return found | {"auc": plain(auc), "low": plain(i.low), "high": plain(i.high)}
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #ge000015
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -628,19 +573,12 @@ class Generalisation(Resampled):
 
     def plots(self) -> "dict[str, go.Figure]":  # generalisation
         "Draw the AUC of detector and baselines against the grouping of the folds, from the easiest to the hardest, by name."
-        points = [
-            {
-                "line": BASELINE_TITLES.get(name, name),
-                "x": at + 0.05 * (k - 1.5),
-                "auc": m.figures["auc"],
-                "low": m.intervals["auc"].low,
-                "high": m.intervals["auc"].high,
-                "text": "",
-            }
-            for at, found in enumerate(self.tested.values())
-            for k, (name, m) in enumerate(found.models.items())
-        ]
         shown = self.groupings[: len(self.tested)]
+        points = [
+            {"line": BASELINE_TITLES.get(n, n), "x": at + 0.05 * (k - 1.5), "text": "", **m.row("auc")}
+            for at, found in enumerate(self.tested.values())
+            for k, (n, m) in enumerate(found.models.items())
+        ]
         titles = [" = ".join(map(_group_noun, (g["by"], *g["same_groups"]))) for g in shown]
         axis = dict(
             title=dict(text="folds by (harder test to the right)"),
@@ -649,25 +587,20 @@ class Generalisation(Resampled):
             range=[-0.4, len(shown) - 0.6],
             showgrid=False,
         )
-        fig = auc_figure(
-            pd.DataFrame(points),
-            re.split(r"[.:] ", self.answer["text"])[0],
-            "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals",
-            axis,
-        )
+        note = "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals"
+        fig = auc_figure(pd.DataFrame(points), re.split(r"[.:] ", self.answer["text"])[0], note, axis)
         return {"generalisation": fig.add_hline(y=0.5, line=dict(width=1, dash="dash", color="#7a7a7a"))}
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #ge000019
 def _plan_groupings(
     run: Resampling, names: Sequence[str]
-) -> tuple[list[dict[str, Any]], dict[str, Groups], list[Fit]]:
+) -> tuple[list[dict[str, Any]], dict[str, stats.Groups], list[Fit]]:
     "Sort groupings by their number of groups; return plain values of all, the groups of those to test, and their fits."
-    table = run.table.iloc[run.data.training.rows].reset_index(drop=True)
     rows = list[dict[str, Any]]()
-    planned = dict[str, Groups]()
+    planned = dict[str, stats.Groups]()
     fits = list[Fit]()
     first = dict[bytes, dict[str, Any]]()  # by the groups, numbered by their first recordings
-    found = [(name, *find_grouping(table, name)) for name in names]
+    found = [(name, *find_grouping(run.recordings, name)) for name in names]
     for name, groups, left_out in sorted(found, key=lambda g: -len(g[1])):
         row = {"by": name, "same_groups": [], "groups": len(groups), "note": groups.note}
         code = pd.factorize(groups.code)[0].tobytes()
@@ -694,10 +627,10 @@ def _plan_groupings(
     return sorted(rows, key=lambda row: row["left_out"] is not None), planned, fits
 
 
-def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _table_row(row: Mapping[str, Any], models: Mapping[str, stats.ScoredModel]) -> dict[str, Any]:
     "Make the row of a grouping in the table from its plain values."
     left_out = row["left_out"] or {"reason": "", "code": ""}
-    found = {
+    return {
         "grouping": show_path(row["by"]),
         "same_groups": show_path(" ".join(row["same_groups"])),
         "groups": row["groups"],
@@ -705,29 +638,19 @@ def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "code": left_out["code"],
         "recordings": row.get("recordings"),
         "leaks": row.get("leaks"),
+        **{f"{name}_{k}": v for name, m in models.items() for n in QUALITY for k, v in m.row(n).items()},
     }
-    for name, model in row.get("models", {}).items():
-        for n in QUALITY:
-            for end, key in (
-                ("value", f"{name}_{n}"),
-                ("low", f"{name}_{n}_low"),
-                ("high", f"{name}_{n}_high"),
-            ):
-                found[key] = model["figures"][n][end]
-    return found
 
 
 def generalisation(
     data: Sources,  # data set, or several: all of their recordings are used
     *,
     groups: Sequence[str] = GROUPINGS,  # "recording", columns of the table, "date" or "re:..."
-    out: str
-    | os.PathLike
-    | None = None,  # folder of generalisation.csv, generalisation.html, summary.json and finished fits; None: none is written
+    # folder of generalisation.csv, generalisation.html, summary.json and finished fits; None: none is written
+    out: str | os.PathLike | None = None,
     n_folds: int = 5,  # at least 2; as for `cross_validate`
     seeds: int = 1,  # repetitions with other folds and fits, at least 1
-    settings: TrainSettings
-    | None = None,  # None: the defaults; `detector` is the kind, "auto": chosen inside each fold
+    settings: TrainSettings | None = None,  # as for `cross_validate`
     leak_label: str = "LEAK",  # matched by the whole name, ignoring case
     kind: str = "multiclass",  # or "binary": all labels but the leak are one class
     leave_out: Sequence[str] = (),  # labels whose recordings are not used
@@ -742,49 +665,35 @@ def generalisation(
     names = [groups] if isinstance(groups, str) else list(dict.fromkeys(groups))
     if not names:
         raise UsageError("groups must name a grouping", code="usage", found=names)
-    with open_resampling(
-        "generalisation",
-        data,
-        out,
-        settings,
-        device,
-        progress,
-        n_folds=n_folds,
-        seeds=seeds,
-        n_draws=n_draws,
-        jobs=jobs,
-        leak_label=leak_label,
-        kind=kind,
-        leave_out=leave_out,
-        legacy=legacy,
-        labels=labels,
-    ) as run:
+    numbers = {"n_folds": n_folds, "seeds": seeds, "n_draws": n_draws, "jobs": jobs}
+    how = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy, "labels": labels}
+    with open_resampling("generalisation", data, out, settings, device, progress, numbers, **how) as run:
         rows, planned, fits = _plan_groupings(run, names)
         scores, facts = run.scores(fits)
         tested = {
-            name: run.cross_validation(groups, scores[name], facts[facts["of"] == name])
-            for name, groups in planned.items()
+            name: run.cross_validation(own, scores[name], facts[facts["of"] == name])
+            for name, own in planned.items()
         }
         for row, result in zip(rows, tested.values()):  # those left out are at the end
             values = result.to_dict()
             row |= {n: values[n] for n in ("recordings", "leaks", "kinds", "verdict", "beats")}
             row |= {"method": result.method, "models": {n: m.summary for n, m in result.models.items()}}
         hardest = [
-            ([row["by"], *row["same_groups"]][-1], groups, scores[name]["detector"])
-            for row, (name, groups) in zip(rows, planned.items())
+            ([row["by"], *row["same_groups"]][-1], result.groups, result.scores["detector"])
+            for row, result in zip(rows, tested.values())
         ]
+        models = [*(result.models for result in tested.values()), *[{}] * (len(rows) - len(tested))]
+        truth, seed = run.data.training.is_leak, run.settings.seed
         return Generalisation(
-            table=pd.DataFrame(map(_table_row, rows)),
+            table=pd.DataFrame(map(_table_row, rows, models)),
             groupings=rows,
             tested=tested,
-            answer=new_group_answer(
-                run.data.training.is_leak, hardest, n_draws=n_draws, seed=run.settings.seed
-            ),
+            answer=new_group_answer(truth, hardest, n_draws=n_draws, seed=seed),
             **run.facts(facts),
         ).written()
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #lc000005
-CURVES = {"recordings": "fewer recordings of each group", "groups": "fewer groups"}
+CURVES = ("recordings", "groups")  # fewer recordings of each group, and fewer groups
 SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
@@ -818,7 +727,7 @@ NEGLIGIBLE = 0.01  # AUC: an interval within it shows that more would hardly hel
 
 
 def describe_gain(
-    gain: Difference,  # AUC with all of the training recordings less that with a smaller part
+    gain: stats.Difference,  # AUC with all of the training recordings less that with a smaller part
     curve: str,  # "recordings" or "groups"
     share: float,  # of the smaller part
     word: str,  # what a group is, "sensor"
@@ -829,22 +738,14 @@ def describe_gain(
     """
     i = gain.interval
     what = f"recordings of the same {word}s" if curve == "recordings" else f"{word}s"
-    finding = "unknown"
+    finding, answer = "unknown", f"Whether more {what} would help cannot be told"
     if i.known and i.low > 0 and i.high > NEGLIGIBLE:
-        finding = "helps"
+        finding, answer = "helps", f"More {what} would probably help"
     elif i.known and max(abs(i.low), abs(i.high)) <= NEGLIGIBLE:
-        finding = "hardly"
-    answer = {
-        "helps": f"More {what} would probably help",
-        "hardly": f"More {what} would hardly help",
-        "unknown": f"Whether more {what} would help cannot be told",
-    }[finding]
+        finding, answer = "hardly", f"More {what} would hardly help"
     ends = i.in_brackets(name="95 % interval ") or f" ({i.note})"
-    return gain.summary | {
-        "share": share,
-        "finding": finding,
-        "text": f"{answer}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all.",
-    }
+    text = f"{answer}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all."
+    return gain.summary | {"share": share, "finding": finding, "text": text}
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #lc000011
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -857,7 +758,7 @@ class LearningCurve(Resampled):
 
     name = "learning_curve"
     note: str  # on the kind, a sentence; empty: it was asked for
-    groups: Groups
+    groups: stats.Groups
     gains: dict[str, dict[str, Any]]  # of `describe_gain`, for each curve that has smaller parts
 
     @property
@@ -869,20 +770,13 @@ class LearningCurve(Resampled):
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
         n_all = f"{len(self.groups.code):,} recordings of {self.groups.counted(len(self.groups))}"
-        return [
-            ("detector", f"{self.asked}, {n_all}"),
-            *(("", f"{text.rstrip('.')}.") for text in (self.note, self.groups.note) if text),
-            *(
-                (
-                    p["curve"],
-                    f"{p['share']:.0%}, {p['recordings']:,.0f} recordings of {p['groups']:,.0f} {self.groups.word}s: "
-                    f"AUC {p['auc']:.3f}{Interval(p['auc_low'], p['auc_high']).in_brackets()}",
-                )
-                for p in self.table.to_dict("records")
-            ),
-            ("answer", self.text),
-            *super().rows(),
-        ]
+        rows = [("detector", f"{self.asked}, {n_all}")]
+        rows += [("", f"{text.rstrip('.')}.") for text in (self.note, self.groups.note) if text]
+        for p in self.table.to_dict("records"):
+            part = f"{p['recordings']:,.0f} recordings of {p['groups']:,.0f} {self.groups.word}s"
+            auc = f"{p['auc']:.3f}{stats.Interval(p['auc_low'], p['auc_high']).in_brackets()}"
+            rows.append((p["curve"], f"{p['share']:.0%}, {part}: AUC {auc}"))
+        return [*rows, ("answer", self.text), *super().rows()]
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
@@ -900,16 +794,12 @@ class LearningCurve(Resampled):
         "Draw both curves, by name."
         word = self.groups.word
         names = {"groups": f"fewer {word}s", "recordings": f"fewer recordings of each {word}"}
-        points = self.table.rename(columns={"recordings": "x", "auc_low": "low", "auc_high": "high"}).assign(
-            line=self.table["curve"].map(names), text=[f"{n:,.0f} {word}s, " for n in self.table["groups"]]
-        )
-        fig = auc_figure(
-            points,
-            "; ".join(gain["text"].partition(":")[0] for gain in self.gains.values()),
-            "The same held-out recordings for every point; bars: 95 % confidence intervals",
-            dict(title=dict(text="labelled recordings in training"), rangemode="tozero"),
-        )
-        return {"learning_curve": fig}
+        text = [f"{n:,.0f} {word}s, " for n in self.table["groups"]]
+        points = self.table.assign(line=self.table["curve"].map(names), x=self.table["recordings"], text=text)
+        title = "; ".join(gain["text"].partition(":")[0] for gain in self.gains.values())
+        note = "The same held-out recordings for every point; bars: 95 % confidence intervals"
+        axis = dict(title=dict(text="labelled recordings in training"), rangemode="tozero")
+        return {"learning_curve": auc_figure(points, title, note, axis)}
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #lc000013
 _WHOLE = ("groups", 1.0)  # all training recordings: the last point of both curves
@@ -917,12 +807,12 @@ _WHOLE = ("groups", 1.0)  # all training recordings: the last point of both curv
 
 def _points(
     run: Resampling,
-    groups: Groups,
+    groups: stats.Groups,
     fits: Sequence[Fit],
     found: Mapping[tuple[str, float], Mapping[str, np.ndarray]],  # scores of each curve and share
 ) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
     "Compute the points of both curves and the gains."
-    boot = Bootstrap(run.data.training.is_leak, groups, n_draws=run.n_draws, seed=run.settings.seed)
+    boot = stats.Bootstrap(run.data.training.is_leak, groups, n_draws=run.n_draws, seed=run.settings.seed)
     models = {of: score_model(boot, own["detector"], name="", title="") for of, own in found.items()}
     values = dict[Any, dict[str, Any]]()
     for of, model in models.items():
@@ -931,9 +821,7 @@ def _points(
         values[of] = {
             "recordings": np.mean([len(code) for code in learned]),
             "groups": np.mean([len(np.unique(code)) for code in learned]),
-            "auc": model.figures["auc"],
-            "auc_low": model.intervals["auc"].low,
-            "auc_high": model.intervals["auc"].high,
+            **model.row("auc"),
             **{f"auc_{k}": area for k, area in enumerate(areas, 1)},
         }
     enough = 0.95 * values[_WHOLE]["recordings"]
@@ -948,16 +836,12 @@ def _points(
     return pd.DataFrame(points), gains
 
 
-_AUTO = "The kind is spectral, because a choice of the kind would take ten times as many fits"
-
-
 def learning_curve(
     data: Sources,  # data set, or several: all of their recordings are used
     *,
     group: Group = "sensor",  # kept together in folds and intervals; as for `cross_validate`
-    out: str
-    | os.PathLike
-    | None = None,  # folder of learning_curve.csv, learning_curve.html, summary.json and finished fits; None: none is written
+    # folder of learning_curve.csv, learning_curve.html, summary.json and finished fits; None: none is written
+    out: str | os.PathLike | None = None,
     sizes: Sequence[float] | None = None,  # shares of the training recordings, 1 is always one; None: SHARES
     n_folds: int = 5,  # at least 2; as for `cross_validate`
     seeds: int = 3,  # repetitions with other folds, parts and fits, at least 1
@@ -987,25 +871,13 @@ def learning_curve(
             found=f"{', '.join(f'{s:g}' for s in shares)}; {settings.detector}",
             expected="shares above 0 and at most 1, one of them below 1; spectral, cnn or auto",
         )
-    note = _AUTO if settings.detector == "auto" else ""
-    settings = replace(settings, detector="spectral") if note else settings
-    with open_resampling(
-        "learning_curve",
-        data,
-        out,
-        settings,
-        device,
-        progress,
-        n_folds=n_folds,
-        seeds=seeds,
-        n_draws=n_draws,
-        jobs=jobs,
-        leak_label=leak_label,
-        kind=kind,
-        leave_out=leave_out,
-        legacy=legacy,
-        labels=labels,
-    ) as run:
+    note = ""
+    if settings.detector == "auto":
+        note = "The kind is spectral, because a choice of the kind would take ten times as many fits"
+        settings = replace(settings, detector="spectral")
+    numbers = {"n_folds": n_folds, "seeds": seeds, "n_draws": n_draws, "jobs": jobs}
+    how = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy, "labels": labels}
+    with open_resampling("learning_curve", data, out, settings, device, progress, numbers, **how) as run:
         groups = run.groups(group)
         fits = run.fits(_WHOLE, groups)
         for fit, of in list(product(fits, product(CURVES, shares))):

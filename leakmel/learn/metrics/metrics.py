@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from leakmel.core.errors import DataError, UsageError
 
-# %% ../../../nbs/learn/metrics/metrics.ipynb #a34d4d28
+
 FIGURES = ("accuracy", "balanced_accuracy", "precision", "sensitivity", "specificity", "f1", "auc")
 
 
@@ -68,12 +68,8 @@ def counts_by_group(
     return np.stack([np.bincount(code[c], minlength=n) for c in cells], axis=1)
 
 
-def confusion(
-    y_true: ArrayLike,  # [B] bool
-    score: ArrayLike,  # [B]
-    threshold: float = 0.5,  # a leak from here on
-) -> Confusion:
-    "Count the confusion matrix."
+def confusion(y_true: ArrayLike, score: ArrayLike, threshold: float = 0.5) -> Confusion:  # [B] bool, [B]
+    "Count the confusion matrix; a recording is called a leak from the threshold on."
     truth, scores = check_scores(y_true, score)
     return Confusion(*counts_by_group(truth, scores >= threshold, np.zeros(len(truth), int), 1)[0].tolist())
 
@@ -84,9 +80,9 @@ def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 def figures_of_counts(
-    counts: ArrayLike,  # [..., 4]: true leaks, missed leaks, false alarms, true normals; weighted ones too
-) -> dict[str, np.ndarray]:  # each [...], NaN where undefined
-    "Compute all figures of a confusion matrix."
+    counts: ArrayLike,
+) -> dict[str, np.ndarray]:  # [..., 4] -> each [...], NaN where undefined
+    "Compute all figures of true leaks, missed leaks, false alarms and true normals; weighted ones too."
     tp, fn, fp, tn = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
     sensitivity, specificity = _share(tp, tp + fn), _share(tn, tn + fp)
     return {
@@ -117,10 +113,7 @@ class Roc:
         )
 
 
-def roc(
-    y_true: ArrayLike,  # [B] bool
-    score: ArrayLike,  # [B]
-) -> Roc:  # all NaN where a class is missing
+def roc(y_true: ArrayLike, score: ArrayLike) -> Roc:  # [B] bool, [B] -> all NaN where a class is missing
     "Compute the ROC curve, one point for each distinct score."
     truth, scores = check_scores(y_true, score)
     values, code = np.unique(scores, return_inverse=True)
@@ -137,31 +130,22 @@ def leak_metrics(
     y_true: ArrayLike,  # [B] bool, True: a leak
     score: ArrayLike,  # [B], higher: more of a leak
     threshold: float = 0.5,  # a leak from here on
-) -> dict[
-    str, float
-]:  # accuracy, balanced_accuracy, precision, sensitivity, specificity, f1, auc; NaN where undefined
+) -> dict[str, float]:  # each of FIGURES; NaN where undefined
     "Compute all figures of a detector."
     c = confusion(y_true, score, threshold)
     figures = figures_of_counts([c.true_leak, c.missed_leak, c.false_alarm, c.true_normal])
     return {name: float(value) for name, value in figures.items()} | {"auc": roc(y_true, score).auc}
 
 
-def why_undefined(
-    y_true: ArrayLike,  # [B] bool
-    score: ArrayLike,  # [B]
-    threshold: float = 0.5,
-) -> dict[str, str]:  # only for figures that are NaN
-    "Explain which figures are undefined."
+def why_undefined(y_true: ArrayLike, score: ArrayLike, threshold: float = 0.5) -> dict[str, str]:
+    "Explain which figures are undefined, of labels [B] and scores [B]: only for figures that are NaN."
     c = confusion(y_true, score, threshold)
     no_leak = not c.true_leak + c.missed_leak
+    all_leaks = not c.false_alarm + c.true_normal
     reasons = (  # the first one that holds counts
         (not c.n, "no recording", FIGURES),
         (no_leak, "no recording is a leak", ("balanced_accuracy", "sensitivity", "auc")),
-        (
-            not c.false_alarm + c.true_normal,
-            "every recording is a leak",
-            ("balanced_accuracy", "specificity", "auc"),
-        ),
+        (all_leaks, "every recording is a leak", ("balanced_accuracy", "specificity", "auc")),
         (not c.true_leak + c.false_alarm, "no recording was classified as a leak", ("precision",)),
         (c.n == c.true_normal, "no recording is a leak or was classified as one", ("f1",)),
     )
@@ -171,11 +155,8 @@ def why_undefined(
     return why
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #39295818
-def best_threshold(
-    y_true: ArrayLike,  # [B] bool, of validation recordings
-    score: ArrayLike,  # [B]
-) -> float:  # raises DataError if a class is missing
-    "Choose the threshold with the highest F1, in the middle of the gap between two scores."
+def best_threshold(y_true: ArrayLike, score: ArrayLike) -> float:  # raises DataError if a class is missing
+    "Choose the threshold with the highest F1 on validation [B], in the middle of the gap between two scores."
     truth, curve = check_scores(y_true, score)[0], roc(y_true, score)
     n_leaks, n = int(truth.sum()), len(truth)
     if not 0 < n_leaks < n:
@@ -213,12 +194,8 @@ class Reliability:
         return float((self.n * apart).sum() / self.n.sum()) if self.n.sum() else float("nan")
 
 
-def reliability(
-    y_true: ArrayLike,  # [B] bool
-    score: ArrayLike,  # [B], 0 to 1
-    n_bins: int = 10,  # bins of equal width
-) -> Reliability:
-    "Compare scores with the share of leaks."
+def reliability(y_true: ArrayLike, score: ArrayLike, n_bins: int = 10) -> Reliability:  # [B] bool, [B] 0 to 1
+    "Compare scores with the share of leaks in bins of equal width."
     truth, scores = check_scores(y_true, score)
     bins = np.minimum((scores * n_bins).astype(np.int64), n_bins - 1)
     n = np.bincount(bins, minlength=n_bins)
@@ -271,17 +248,10 @@ def vote_scores(
         out[mine] = np.partition(own, k - needed, axis=-1)[:, k - needed]
     return out
 
-# %% ../../../nbs/learn/metrics/metrics.ipynb #b0b0c496
-CANDIDATES = (
-    ("mean", 0.5),
-    ("long_vote", 0.5),
-    ("frac_vote", 0.6),
-    ("frac_vote", 0.7),
-    ("frac_vote", 0.8),
-    ("frac_vote", 0.9),
-)
-
 # %% ../../../nbs/learn/metrics/metrics.ipynb #6eac2297
+CANDIDATES = (("mean", 0.5), ("long_vote", 0.5), *(("frac_vote", share) for share in (0.6, 0.7, 0.8, 0.9)))
+
+
 @dataclass(frozen=True)
 class DecisionRule:
     "Rule that classifies recordings by the scores of their segments; plain values."
@@ -365,10 +335,7 @@ class Calibration:
     n: int  # recordings it was fitted on
     share: float  # of them that are leaks
 
-    def probability(
-        self,
-        score: np.ndarray | float,  # [...] 0 to 1
-    ) -> np.ndarray:  # [...] float64, 0 to 1
+    def probability(self, score: np.ndarray | float) -> np.ndarray:  # [...] -> [...] float64, 0 to 1
         "Return the probability of a leak for each score."
         if self.method == "isotonic":
             return np.asarray(np.interp(score, self.x, self.y))
@@ -399,10 +366,11 @@ def fit_calibration(scores: HeldOutScores) -> Calibration | None:  # None: all h
     return Calibration("Platt", (slope, float(line.intercept_[0])), (), n, share)
 
 
-def cross_calibrated(
-    scores: HeldOutScores, n_folds: int = 5
-) -> np.ndarray:  # [n] float64; NaN where the other groups have one label only
-    "Compute the probability of each recording by a calibration of the other groups, to check it on new ones."
+def cross_calibrated(scores: HeldOutScores, n_folds: int = 5) -> np.ndarray:  # [n]
+    """Compute the probability of each recording by a calibration of the other groups, to check it on new ones.
+
+    It is NaN where the other groups have one label only.
+    """
     from sklearn.model_selection import GroupKFold
 
     found = np.full(len(scores), np.nan)
@@ -455,9 +423,7 @@ class AlarmThreshold:
     threshold: float  # a leak from here on, 0 to 1
     per_100: float  # budget: false alarms per 100 recordings without a leak
     is_guaranteed: bool  # conformal, for a recording of a new group
-    expected: (
-        float  # false alarms per 100 recordings of groups that were left out of the choice; NaN: not known
-    )
+    expected: float  # false alarms per 100 recordings of groups left out of the choice; NaN: not known
     low: float  # 95 % of the draws are between low and high
     high: float
     sensitivity: float  # share of the held-out leaks from the threshold on; NaN: there is none
@@ -482,9 +448,7 @@ def alarm_threshold(
     *,
     n_draws: int = 400,  # of groups
     seed: int = 0,
-) -> (
-    AlarmThreshold
-):  # raises UsageError for an impossible budget, DataError without recordings that have no leak
+) -> AlarmThreshold:  # raises UsageError, DataError without recordings that have no leak
     "Choose a threshold for an alarm budget, and measure how well it is kept on new groups."
     if isinstance(per_100, bool) or not 0 < per_100 < 100:
         raise UsageError(

@@ -17,17 +17,8 @@ import numpy as np
 
 from leakmel.core.errors import UsageError, show_path
 from leakmel.learn.data.groups import Group, group_name, group_values, names_by_sensor
-from leakmel.learn.metrics.metrics import (
-    FIGURES,
-    Confusion,
-    check_scores,
-    confusion,
-    counts_by_group,
-    figures_of_counts,
-    leak_metrics,
-    roc,
-    why_undefined,
-)
+from leakmel.learn.metrics import metrics
+from leakmel.learn.metrics.metrics import FIGURES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,34 +59,28 @@ def encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
     names, code = np.unique(values.astype(np.str_), return_inverse=True)
     return Groups(by, code.astype(np.int64), tuple(n or "(none)" for n in names.tolist()), note)
 
-# %% ../../../nbs/learn/metrics/significance.ipynb #6b77bcb0
+
 _PIECE_MARK = re.compile(r"[_~ -]+(?:t|part|piece|clip|seg|segment|chunk)[_-]?\d+$", re.IGNORECASE)
 
 
-def source_names(
-    paths: Iterable[str],  # of recordings
-) -> (
-    np.ndarray
-):  # [B] str: the name that pieces of one recording share; empty for a name without a mark of a piece
-    "Recognise by its name the recording that a piece was cut from."
+def source_names(paths: Iterable[str]) -> np.ndarray:  # [B] str
+    "Recognise by its name the recording that a piece was cut from; empty for a name without the mark of a piece."
     stems = [os.path.splitext(os.path.basename(p))[0] for p in paths]
     return np.array([_PIECE_MARK.sub("", s) if _PIECE_MARK.search(s) else "" for s in stems], dtype=object)
 
 
 def source_of_pieces(
-    table: "pd.DataFrame",  # a row for each recording, with its path
-) -> np.ndarray:  # [B] str, as `source_names`, with the sensor where it is known
-    "Recognise the recording that a piece was cut from by its name and its sensor."
+    table: "pd.DataFrame",
+) -> np.ndarray:  # [B] str, as `source_names`; of a table with paths
+    "Recognise the recording that a piece was cut from by its name and, where it is known, its sensor."
     return names_by_sensor(table, source_names(table["path"]).tolist())
 
 
-def recording_groups(
-    table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
-    group: Group = "sensor",  # as in `group_values`
-) -> (
-    Groups
-):  # by night, else by what pieces were cut from, else each alone, where the sensor of some is not known
-    "Group the recordings that are resampled together."
+def recording_groups(table: "pd.DataFrame", group: Group = "sensor") -> Groups:  # group: as in `group_values`
+    """Group the recordings that are resampled together, of a table as `MelDataset.files` gives it.
+
+    Where the sensor of some is not known: by night, else by what pieces were cut from, else each alone.
+    """
     if not (isinstance(group, str) and group == "sensor"):
         values = group_values(table, group, missing="one")
         n, name = int(np.count_nonzero(values == "")), group_name(group)
@@ -130,10 +115,10 @@ def recording_groups(
         "sensor and time of some recordings are unknown, so each recording is a group of its own; intervals are too narrow if a sensor has several recordings",
     )
 
-# %% ../../../nbs/learn/metrics/significance.ipynb #92cfd21b
+# %% ../../../nbs/learn/metrics/significance.ipynb #e5eb33dc
 MIN_GROUPS = 5  # with fewer there is no interval
 
-# %% ../../../nbs/learn/metrics/significance.ipynb #e5eb33dc
+
 @dataclass(frozen=True)
 class Interval:
     "95 % confidence interval of a figure."
@@ -150,12 +135,8 @@ class Interval:
     def __str__(self) -> str:
         return f"{self.low:.3f} to {self.high:.3f}" if self.known else "no interval"
 
-    def in_brackets(
-        self,
-        form: str = ".3f",  # of its ends
-        name: str = "",  # before them, with a space
-    ) -> str:
-        "Return the interval as text behind a value; empty: there is none."
+    def in_brackets(self, form: str = ".3f", name: str = "") -> str:
+        "Return the interval, its ends in a form, as text behind a value and a name; empty: there is none."
         return f" ({name}{self.low:{form}} to {self.high:{form}})" if self.known else ""
 
 
@@ -209,12 +190,9 @@ class Bootstrap:
         for times in self.times:
             times[:] = np.bincount(rng.integers(0, n, n), minlength=n)
 
-    def auc_draws(
-        self,
-        score: np.ndarray,  # [B]
-    ) -> np.ndarray:  # [D], NaN where a draw holds one class only
+    def auc_draws(self, score: np.ndarray) -> np.ndarray:  # [B] -> [D], NaN where a draw holds one class only
         "Compute the area under the ROC curve in every draw."
-        truth, scores = check_scores(self.truth, score)
+        truth, scores = metrics.check_scores(self.truth, score)
         order = np.argsort(scores, kind="stable")
         first = np.flatnonzero(np.diff(scores[order], prepend=-np.inf))  # of equal scores
         code, is_leak = self.groups.code[order], truth[order]
@@ -230,20 +208,15 @@ class Bootstrap:
         return np.concatenate(areas)
 
     def draws(
-        self,
-        score: np.ndarray,  # [B]
-        threshold: float,
-    ) -> dict[str, np.ndarray]:  # each of FIGURES, [D]
+        self, score: np.ndarray, threshold: float
+    ) -> dict[str, np.ndarray]:  # [B] -> [D] of each of FIGURES
         "Compute every figure of a model in every draw."
-        truth, scores = check_scores(self.truth, score)
-        by_group = counts_by_group(truth, scores >= threshold, self.groups.code, self.times.shape[1])
-        figures = figures_of_counts(np.stack([times @ by_group for times in self.times]))
+        truth, scores = metrics.check_scores(self.truth, score)
+        by_group = metrics.counts_by_group(truth, scores >= threshold, self.groups.code, self.times.shape[1])
+        figures = metrics.figures_of_counts(np.stack([times @ by_group for times in self.times]))
         return figures | {"auc": self.auc_draws(scores)}
 
-    def group_support(
-        self,
-        figure: str,  # of FIGURES
-    ) -> tuple[int, str]:
+    def group_support(self, figure: str) -> tuple[int, str]:
         "Count the groups with recordings that a figure depends on; also as text."
         if figure == "accuracy":
             return len(self.groups), self.groups.counted(len(self.groups))
@@ -255,11 +228,8 @@ class Bootstrap:
         word = words.get(figure, "with a leak")
         return numbers[word], f"{self.groups.counted(numbers[word])} {word}"
 
-    def intervals(
-        self,
-        draws: Mapping[str, np.ndarray],  # as `draws` gives them, or a difference of two
-    ) -> dict[str, Interval]:
-        "Compute the interval of each figure."
+    def intervals(self, draws: Mapping[str, np.ndarray]) -> dict[str, Interval]:
+        "Compute the interval of each figure from draws, as `draws` gives them, or differences of two."
         return {name: interval_from_draws(draws[name], *self.group_support(name)) for name in FIGURES}
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #34efd8cf
@@ -275,8 +245,13 @@ class ScoredModel:
     figures: dict[str, float]  # each of FIGURES, mean over seeds; NaN where undefined
     intervals: dict[str, Interval]
     undefined: dict[str, str]  # figure -> why it is NaN
-    counts: Confusion  # sum over seeds
+    counts: metrics.Confusion  # sum over seeds
     draws: dict[str, np.ndarray] = field(repr=False)  # [D] each figure in every draw, mean over seeds
+
+    def row(self, figure: str) -> dict[str, float]:
+        "Return a figure with the ends of its interval, as columns of a table."
+        i = self.intervals[figure]
+        return {figure: self.figures[figure], f"{figure}_low": i.low, f"{figure}_high": i.high}
 
     @property
     def summary(self) -> dict:
@@ -314,10 +289,10 @@ def score_model(
 ) -> ScoredModel:
     "Compute figures and intervals of scores; figures are means over seeds, not those of a mean score."
     truth, every = boot.truth, np.atleast_2d(np.asarray(score, np.float64))
-    figures = [leak_metrics(truth, own, threshold) for own in every]
+    figures = [metrics.leak_metrics(truth, own, threshold) for own in every]
     drawn = [boot.draws(own, threshold) for own in every]
     draws = {n: np.mean([own[n] for own in drawn], 0) for n in FIGURES}
-    counts = [vars(confusion(truth, own, threshold)) for own in every]
+    counts = [vars(metrics.confusion(truth, own, threshold)) for own in every]
     return ScoredModel(
         name,
         title,
@@ -329,9 +304,9 @@ def score_model(
         {
             n: why if len(every) == 1 else f"{why} (with at least one of {len(every)} seeds)"
             for own in every
-            for n, why in why_undefined(truth, own, threshold).items()
+            for n, why in metrics.why_undefined(truth, own, threshold).items()
         },
-        Confusion(**{n: sum(own[n] for own in counts) for n in counts[0]}),
+        metrics.Confusion(**{n: sum(own[n] for own in counts) for n in counts[0]}),
         draws,
     )
 
@@ -441,10 +416,7 @@ _REMAINING_FIGURES = {
 }
 
 
-def cautions(
-    truth: np.ndarray,  # [B] bool
-    groups: Groups,
-) -> tuple[str, ...]:
+def cautions(truth: np.ndarray, groups: Groups) -> tuple[str, ...]:  # truth: [B] bool
     "List what a data set is too small or too unbalanced to prove, the worst first."
     if not len(truth):
         return ("The test set is empty, so the evaluation proves nothing.",)
@@ -486,11 +458,9 @@ def cautions(
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #b36d9cc6
 def permute_group_labels(
-    truth: np.ndarray,  # [B] bool
-    groups: Groups,
-    rng: np.random.Generator,
-) -> np.ndarray:  # [B] bool; both classes occur if they occurred before
-    "Permute the shares of leaks between groups, and draw which recordings are leaks."
+    truth: np.ndarray, groups: Groups, rng: np.random.Generator
+) -> np.ndarray:  # [B] bool
+    "Permute the shares of leaks between groups, and draw which recordings are leaks; no class is lost."
     code, size = groups.code, np.bincount(groups.code, minlength=len(groups))
     wanted = (
         rng.permutation(np.bincount(code, weights=truth, minlength=len(groups)) / size) * size
@@ -538,7 +508,7 @@ class PermutationTest:
             + ("" if self.holds is not False else " THE PERMUTATION TEST FAILS: do not trust these figures.")
         )
 
-# %% ../../../nbs/learn/metrics/significance.ipynb #3fa69e92
+
 _MAX_WORK = 2e8  # operations
 
 
@@ -556,7 +526,7 @@ def permutation_test(
         return PermutationTest(
             0, 0, 0, np.nan, (np.nan, np.nan), Interval(np.nan, np.nan, "one class only"), 0
         )
-    own, areas, intervals = leak_metrics(truth, score)["auc"], [], []
+    own, areas, intervals = metrics.leak_metrics(truth, score)["auc"], [], []
     boot = Bootstrap(truth, groups, n_draws=400, seed=seed)
     n_permutations = max(
         min(n_permutations, 20), min(n_permutations, int(_MAX_WORK // (len(boot.times) * len(truth))))
@@ -564,7 +534,7 @@ def permutation_test(
     for _ in range(n_permutations):
         other = copy.copy(boot)
         other.truth = permute_group_labels(truth, groups, rng)
-        areas.append(roc(other.truth, score).auc)
+        areas.append(metrics.roc(other.truth, score).auc)
         intervals.append(interval_from_draws(other.auc_draws(score), *other.group_support("auc")))
     known, low_high = [i for i in intervals if i.known], np.quantile(areas, (0.025, 0.975)).tolist()
     return PermutationTest(
@@ -579,18 +549,14 @@ def permutation_test(
     )
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #7a5b2081
-def group_rows(
-    truth: np.ndarray,  # [B] bool
-    model: ScoredModel,
-    groups: Groups,
-) -> list[dict]:  # group, recordings, leaks, and each of FIGURES (None where undefined), the worst first
-    "Compute the figures of each group."
+def group_rows(truth: np.ndarray, model: ScoredModel, groups: Groups) -> list[dict]:  # truth: [B] bool
+    "Compute recordings, leaks and FIGURES of each group (None where undefined), the worst first."
     code = groups.code
-    counts = counts_by_group(truth, model.score >= model.threshold, code, len(groups))
-    figures = figures_of_counts(counts)
+    counts = metrics.counts_by_group(truth, model.score >= model.threshold, code, len(groups))
+    figures = metrics.figures_of_counts(counts)
     of_group = np.split(np.argsort(code, kind="stable"), np.cumsum(counts.sum(1))[:-1])
     areas = [
-        roc(truth[mine], model.score[mine]).auc if 0 < c[:2].sum() < c.sum() else np.nan
+        metrics.roc(truth[mine], model.score[mine]).auc if 0 < c[:2].sum() < c.sum() else np.nan
         for c, mine in zip(counts, of_group)
     ]
     rows = [

@@ -32,24 +32,10 @@ from leakmel.core.threads import safe_module_path
 from leakmel.learn.data.groups import Group, divide_groups, join_groups, recordings_of
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import label_counts
-from leakmel.learn.metrics.significance import (
-    Bootstrap,
-    Groups,
-    cautions,
-    recording_groups,
-    score_model,
-    source_of_pieces,
-)
+from leakmel.learn.metrics import significance as stats
 from leakmel.learn.metrics.metrics import HeldOutScores, choose_rule, leak_metrics, logit, vote_scores
-from leakmel.learn.model.spectral import (
-    BASELINE_TITLES,
-    SpectralFeatures,
-    baseline_features,
-    fit_spectral,
-    fold_baselines,
-    judge,
-    spectral_features,
-)
+from leakmel.learn.model import spectral
+from leakmel.learn.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines
 from leakmel.learn.model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
 from leakmel.learn.model.detector import BlendClassifier, BlendSettings, Detector, platt, score_rows
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings, with_length
@@ -62,13 +48,13 @@ if TYPE_CHECKING:
 # %% ../../../nbs/learn/train/folds.ipynb #fo000005
 def joined_groups(
     table: "pd.DataFrame",  # of `recordings_table`, a row for each recording
-    group: Group | Groups = "sensor",  # as in `recording_groups`, or its result
-) -> Groups:
+    group: Group | stats.Groups = "sensor",  # as in `recording_groups`, or its result
+) -> stats.Groups:
     "Group recordings; groups that share content, or pieces of one recording, are one."
-    found = group if isinstance(group, Groups) else recording_groups(table, group)
+    found = group if isinstance(group, stats.Groups) else stats.recording_groups(table, group)
     code = join_groups(found.code, table["content"].to_numpy(object))
     if "path" in table:
-        code = join_groups(code, source_of_pieces(table))
+        code = join_groups(code, stats.source_of_pieces(table))
     of = np.zeros(len(found), np.int64)
     of[found.code] = code
     parts = [[found.names[k] for k in np.flatnonzero(of == j)] for j in range(int(code.max()) + 1)]
@@ -77,7 +63,9 @@ def joined_groups(
     )
     n_joined = len(found) - len(names)
     text = f"some of {found.counted(len(found))} hold the same recordings or pieces of one recording, so {n_joined:,} fewer are counted"
-    return Groups(found.by, code, names, "; ".join(filter(None, [found.note, text if n_joined else ""])))
+    return stats.Groups(
+        found.by, code, names, "; ".join(filter(None, [found.note, text if n_joined else ""]))
+    )
 
 
 def make_folds(
@@ -85,9 +73,7 @@ def make_folds(
     code: np.ndarray,  # [n] int, group of each recording
     n_folds: int,  # wanted, at least 2
     seed: int = 0,
-) -> (
-    np.ndarray
-):  # [n] int, fold of each recording from 0; raises DataError if fewer than two folds are possible
+) -> np.ndarray:  # [n] int, fold of each recording from 0; raises DataError if two folds are not possible
     "Divide recordings into folds, whole groups each, with all classes in the training recordings of every fold."
     numbers, group = np.unique(code, return_inverse=True)
     counts = label_counts(group, classes)
@@ -110,10 +96,12 @@ MIN_MEMBER_SLOPE = 0.05  # of a calibration line: a member that separates nothin
 
 
 def calibration_line(
-    score: np.ndarray,  # [B] probability of a leak, of recordings that were not trained on
-    truth: np.ndarray,  # [B] bool
+    score: np.ndarray, truth: np.ndarray
 ) -> tuple[float, float]:  # slope and offset on the logit
-    "Fit a logistic regression on the logit of scores (Platt 1999); classes have equal weight."
+    """Fit a logistic regression on the logit of scores (Platt 1999); classes have equal weight.
+
+    Scores [B] are probabilities of a leak, of recordings that were not trained on; truth [B] is bool.
+    """
     from sklearn.linear_model import LogisticRegression
 
     # without equal weights the offset follows the labels of the training recordings, and lowers a pooled AUC
@@ -127,7 +115,7 @@ class FoldTrainer:
 
     data: TrainingData  # whose training recordings are numbered from 0
     settings: TrainSettings  # as given: lengths of a training follow from the recordings of each fit
-    groups: Groups  # of the recordings
+    groups: stats.Groups  # of the recordings
     device: str = "cpu"
     folder: Path | None = None  # where scores of finished fits are kept; None: nowhere
     n_threads: int | None = None  # of a fit of trees; None: as many as there are cores
@@ -139,9 +127,9 @@ class FoldTrainer:
         return self._segments(np.arange(len(self.data.training.rows)), "recording")
 
     @cached_property
-    def features(self) -> SpectralFeatures:
+    def features(self) -> spectral.SpectralFeatures:
         "Features of all recordings."
-        return spectral_features(self.ds, keep_level=self.settings.keep_level)
+        return spectral.spectral_features(self.ds, keep_level=self.settings.keep_level)
 
     @property
     def has_folds(self) -> bool:
@@ -172,7 +160,7 @@ class FoldTrainer:
         "Fit a detector; a network is trained for all its steps."
         seed += self.settings.seed
         if kind == "spectral":
-            classifier = fit_spectral(
+            classifier = spectral.fit_spectral(
                 self.features.of(chosen),
                 self.ds.labels[chosen],
                 len(self.data.task.model_names),
@@ -195,9 +183,7 @@ class FoldTrainer:
         learned: np.ndarray,  # [k] int, recordings to train on, ascending
         held_out: np.ndarray,  # [m] int, recordings to score, ascending
         seed: int = 0,
-    ) -> (
-        np.ndarray
-    ):  # [m, L] float32, probability of a leak in each long segment; NaN after the end of a recording
+    ) -> np.ndarray:  # [m, L] float32, of each long segment; NaN after the end of a recording
         "Fit a detector on recordings and score others; the scores of a fit that was finished before are read."
         # kinds share their fits, and another version may fit otherwise
         about = {
@@ -230,11 +216,8 @@ MIN_FOR_NETWORK = 2_000  # recordings; with fewer, "auto" tries no network
 ONE_KIND = f"Below {MIN_FOR_NETWORK:,} recordings only spectral is tried."
 
 
-def kinds_to_fit(
-    detector: str,  # "auto", or a kind
-    n_recordings: int,  # of the training
-) -> tuple[str, ...]:
-    "Return the kinds of detectors that a choice fits: a network only where it can be better."
+def kinds_to_fit(detector: str, n_recordings: int) -> tuple[str, ...]:  # detector: "auto", or a kind
+    "Return the kinds that a choice fits on recordings of a training: a network only where it can be better."
     if detector == "spectral" or (detector == "auto" and n_recordings < MIN_FOR_NETWORK):
         return ("spectral",)
     return ("cnn",) if detector == "cnn" else ("spectral", "cnn")
@@ -249,7 +232,7 @@ class Choice:
     # at the threshold 0.5, and seconds of the fits, of each kind
     tried: tuple[dict[str, Any], ...]
     n_folds: int  # 1: one part was held out
-    groups: Groups  # of the scored recordings, which were kept together
+    groups: stats.Groups  # of the scored recordings, which were kept together
     scored: np.ndarray  # [m] int, recordings with out-of-fold scores
     fold: np.ndarray  # [m] int, fold in which each was held out
     segment_scores: np.ndarray  # [m, L] of the chosen kind
@@ -279,7 +262,7 @@ def choose_kind(
     trainer: FoldTrainer,
     chosen: np.ndarray | None = None,  # [k] int, recordings to use, ascending; None: all
     *,
-    groups: Groups | None = None,  # of all recordings; None: those of the trainer
+    groups: stats.Groups | None = None,  # of all recordings; None: those of the trainer
     detector: str = "auto",  # "auto", or the kind whose out-of-fold scores are wanted
     seed: int = 0,  # of folds and fits
     progress: str = "none",  # as for `core.progress.Progress`
@@ -342,12 +325,12 @@ def choose_kind(
 
 
 def _evaluate_kind(
-    kind: str, segment_scores: np.ndarray, truth: np.ndarray, groups: Groups, seconds: float
+    kind: str, segment_scores: np.ndarray, truth: np.ndarray, groups: stats.Groups, seconds: float
 ) -> dict[str, Any]:
     "Return the figures of a kind of detector."
     score = vote_scores(segment_scores)
     figures = leak_metrics(truth, score)
-    draws = Bootstrap(truth, groups, n_draws=200).auc_draws(score)
+    draws = stats.Bootstrap(truth, groups, n_draws=200).auc_draws(score)
     return {
         "kind": kind,
         "auc": figures["auc"],
@@ -377,7 +360,7 @@ class Fit:
     "A fit of a resampling: the recordings it learns from, and those that it scores."
 
     of: Any  # what it belongs to: name of a grouping, or curve and share of a learning curve
-    groups: Groups  # of all recordings
+    groups: stats.Groups  # of all recordings
     seed: int  # number of the repetition, from 0
     fold: int
     learned: np.ndarray  # [k] int
@@ -470,7 +453,7 @@ _N_DRAWS = 1000  # of groups
 
 
 def compare_with_baselines(
-    boot: Bootstrap,  # of the scored recordings
+    boot: stats.Bootstrap,  # of the scored recordings
     # out-of-fold scores, [n] or [seeds, n], of "detector" and of each of BASELINE_TITLES, in the same folds
     scores: Mapping[str, np.ndarray],
     title: str,  # of the detector
@@ -478,10 +461,10 @@ def compare_with_baselines(
 ) -> dict[str, Any]:  # detector, baselines, verdict and cautions of a result
     "Compare a detector with baselines."
     titles = {"detector": title, **BASELINE_TITLES}
-    models = {n: score_model(boot, scores[n], name=n, title=t) for n, t in titles.items()}
+    models = {n: stats.score_model(boot, scores[n], name=n, title=t) for n, t in titles.items()}
     detector = models.pop("detector")
-    verdict, notes = judge(boot, detector, models, is_spectral)
-    notes = (*cautions(boot.truth, boot.groups), *notes)
+    verdict, notes = spectral.judge(boot, detector, models, is_spectral)
+    notes = (*stats.cautions(boot.truth, boot.groups), *notes)
     return {"detector": detector, "baselines": models, "verdict": verdict, "cautions": notes}
 
 
@@ -496,7 +479,7 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
         for name, values in fold_baselines(features, truth, learned, held_out, seed).items():
             scores[name][choice.fold == k] = values
     scores["detector"] = vote_scores(choice.segment_scores)
-    boot = Bootstrap(truth[choice.scored], choice.groups, n_draws=_N_DRAWS, seed=seed)
+    boot = stats.Bootstrap(truth[choice.scored], choice.groups, n_draws=_N_DRAWS, seed=seed)
     found = compare_with_baselines(boot, scores, choice.kind, choice.kind == "spectral")
     how = f"{choice.n_folds} folds" if choice.n_folds > 1 else "a fifth held out"
     return evaluation_record(
@@ -520,7 +503,9 @@ def with_decision(
     device: str,
 ) -> Detector:
     "Choose vote and threshold on recordings that were not trained on, and add their scores and the evaluation."
-    found: list[tuple[np.ndarray, np.ndarray, Groups, str]] = []  # segment scores, truth, groups, and a name
+    found: list[
+        tuple[np.ndarray, np.ndarray, stats.Groups, str]
+    ] = []  # segment scores, truth, groups, and a name
     evaluations: tuple[EvaluationRecord, ...] = ()
     if trainer is not None:
         detector = replace(detector, record=detector.record | {"choice": choice and choice.summary})
@@ -530,7 +515,7 @@ def with_decision(
             evaluations = (_inner_evaluation(choice, trainer),)
     if data.validation is not None:
         name = f"{len(data.validation.rows):,} validation recordings"
-        groups = recording_groups(recordings_of(data.validation))
+        groups = stats.recording_groups(recordings_of(data.validation))
         scores = score_rows(detector, data.validation, device=device)
         found.append((scores, data.validation.is_leak, groups, name))
     if not found:
