@@ -116,7 +116,7 @@ def test_longer_rows_give_the_same_selection(network):
             scores[..., TASK.leak_in_model], score_rows(detector, ds, files_per_batch=5), equal_nan=True
         )
         output = np.where(np.arange(len(ds)) < 3, [1, 0, 1] + [UNLABELLED] * (len(ds) - 3), UNLABELLED)
-        chosen = select_segments(detector, ds, scores, output)
+        chosen = select_segments(detector, ds, scores, output, RoundRules())
         assert not (chosen.kept & ~ds.segment_mask).any()
         assert chosen.kept[3:].sum(1).tolist() == (-(-ds.segment_counts[3:] // 2)).tolist(), (
             "half of what was recorded, rounded up"

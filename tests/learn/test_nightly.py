@@ -269,13 +269,13 @@ def test_the_state_folder_lies_outside_the_recordings(tmp_path, model):
 _LOADED = """
 import torch
 torch.set_num_threads(1)
-from leakmel.learn.nightly import run
+from leakmel.learn.nightly import nights, run
 from leakmel.learn.nightly.history import History
 """
 _KILLED = """
 import os, signal
 folder, model, state, owner, name, when = {given}
-owner, after = {{"History": History, "run": run, "os": os}}[owner], when == "after"
+owner, after = {{"History": History, "nights": nights, "os": os}}[owner], when == "after"
 real = getattr(owner, name)
 def killing(*args, **given):
     if after: real(*args, **given)
@@ -287,12 +287,12 @@ armed, run.read_new = run.read_new, arm  # the model is loaded
 run.nightly(folder, model, state, device="cpu", progress="none")
 """
 KILLS = [
-    ("run", "record_run", "before"),
-    ("run", "record_run", "after"),
-    ("run", "keep_reference", "after"),
+    ("nights", "record_run", "before"),
+    ("nights", "record_run", "after"),
+    ("nights", "keep_reference", "after"),
     ("History", "commit", "before"),
     ("History", "commit", "after"),
-    ("run", "sensor_table", "after"),
+    ("nights", "sensor_table", "after"),
     ("os", "fsync", "before"),
     ("os", "replace", "before"),
     ("os", "replace", "after"),

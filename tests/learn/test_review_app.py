@@ -13,12 +13,12 @@ from nbclient import NotebookClient
 from test_learn_predict import made_detector, noise, put
 
 import leakmel as lm
+from leakmel.audio import labels as label_table
 from leakmel.audio.labels import read_decisions, read_labels
 from leakmel.audio.wav import Recording
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, SpaceError, UsageError
 from build_runs import execute, plan_run
-from leakmel.learn.review import review as session_module
 from leakmel.insight.page_figures import MAX_PLAYED_S, playback, spectrogram_svg
 from leakmel.learn.review.review import review_recordings
 from leakmel.learn.review.review import ReviewSession
@@ -94,7 +94,7 @@ def test_a_decision_that_cannot_be_stored(folder, tmp_path, monkeypatch):
     def full(*_: Any) -> None:
         raise SpaceError("there is no room left", code="no-space", path=table)
 
-    monkeypatch.setattr(session_module, "append_decision", full)
+    monkeypatch.setattr(label_table, "append_decision", full)
     at = app.n_shown
     app.buttons["l"].click()
     assert app.session.item == item

@@ -47,11 +47,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not 0 < self.per_100_nights <= 10:
-            raise UsageError(
-                "the budget (false visits per 100 sensor-nights) must be above 0 and at most 10",
-                code="out-of-range",
-                found=self.per_100_nights,
-            )
+            message = "the budget (false visits per 100 sensor-nights) must be above 0 and at most 10"
+            raise UsageError(message, code="out-of-range", found=self.per_100_nights)
 
     @property
     def limit(self) -> float:
@@ -63,18 +60,14 @@ BETS = (0.1, 0.3, 0.6)  # exponents of the betting functions
 _MIN_SCORE = 1e-3  # the logit of 0 is infinite
 
 
-def night_logit(
-    score: np.ndarray | float,  # [...] 0 to 1
-) -> np.ndarray:  # [...] float64
-    "Return the logit of scores."
+def night_logit(score: np.ndarray | float) -> np.ndarray:
+    "Return the logit of scores from 0 to 1, as float64."
     p = np.clip(np.asarray(score, np.float64), _MIN_SCORE, 1 - _MIN_SCORE)
     return np.log(p / (1 - p))
 
 
-def e_values(
-    p: np.ndarray,  # [S] p-values
-) -> np.ndarray:  # [K, S], of each betting function
-    "Return b p^(b - 1), p at least 0.005, for each exponent b (Shafer et al. 2011, Statistical Science 26, 84-101)."
+def e_values(p: np.ndarray) -> np.ndarray:
+    "Return [K, S] b p^(b - 1) of p-values [S], at least 0.005, for each exponent b (Shafer et al. 2011, Statistical Science 26, 84-101)."
     return np.stack([b * np.maximum(p, 0.005) ** (b - 1) for b in BETS])
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #c43761df
@@ -92,15 +85,12 @@ class Evidence:
         self.r = np.zeros((len(BETS), n_sensors))  # [K, S]
 
     @property
-    def value(self) -> np.ndarray:  # [S]
-        "Evidence of each sensor."
+    def value(self) -> np.ndarray:
+        "[S] evidence of each sensor."
         return self.r.mean(axis=0)
 
-    def add(
-        self,
-        x: np.ndarray,  # [S] logit of the night; NaN: no usable recording, nothing changes
-    ) -> np.ndarray:  # [S] p-value of the night; NaN where it was not compared
-        "Add a night."
+    def add(self, x: np.ndarray) -> np.ndarray:
+        "Add a night [S] of logits, NaN without a usable recording; returns its p-values [S], NaN where it was not compared."
         from scipy.special import stdtr
 
         here = np.isfinite(x)
@@ -120,16 +110,12 @@ class Evidence:
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #42d6e0ad
 def read_features(
-    copies: LocalCopies,  # of the folder
-    engine: Engine,  # on the CPU
-    spec: MelSpec,  # of the model
-    path: bytes,  # relative to the folder
-    digest: str,  # of the payload that was scored
+    copies: LocalCopies, engine: Engine, spec: MelSpec, path: bytes, digest: str
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Read a recording of any length again, and compute its log-mel spectrogram.
+    """Read a recording of any length again, and compute its log-mel spectrogram by an engine on the CPU.
 
     Returns the samples [n], int16 or float32 at the rate of the spec, and all long segments [L, S, M, T], float16 dB; None if the recording
-    has changed since, or cannot be read any more.
+    has another digest than the payload that was scored, or cannot be read any more.
     """
     try:
         with copies.of([path]) as local:
@@ -149,10 +135,8 @@ def read_features(
 Levels = tuple[float, tuple[float, ...]]
 
 
-def levels_of(
-    mels: np.ndarray,  # [L, S, M, T] dB
-) -> Levels:
-    "Compute noise floor (level that a tenth of the segments does not exceed) and band levels."
+def levels_of(mels: np.ndarray) -> Levels:
+    "Compute noise floor (level that a tenth of the segments does not exceed) and band levels of [L, S, M, T] dB."
     # [L, M], within the limits of the history
     by_segment = np.clip(mels.mean(axis=(1, 3), dtype=np.float64), -999, 999)
     floor = np.quantile(by_segment.mean(1), 0.1, method="lower")
@@ -162,14 +146,9 @@ def levels_of(
 
 
 def recording_levels(
-    folder: Path,  # of the recordings, absolute path or URL
-    paths: Sequence[bytes],  # relative to it
-    digests: Sequence[str],  # of the payloads that were scored
-    spec: MelSpec,  # of the model
-    *,
-    progress: str = "auto",
-) -> list[Levels | None]:  # None: the recording has changed since, or cannot be read any more
-    "Measure recordings."
+    folder: Path, paths: Sequence[bytes], digests: Sequence[str], spec: MelSpec, *, progress: str = "auto"
+) -> list[Levels | None]:
+    "Measure recordings of a folder or URL that had these digests; None: it has changed since, or cannot be read any more."
     with (
         LocalCopies(folder) as copies,
         open_engine("auto", spec, device="cpu") as engine,
@@ -194,10 +173,8 @@ def flags_of(silent: bool, dry: bool, clipped_share: float) -> str:
     return " ".join(compress(UNUSABLE, (silent, dry, clipped_share >= 0.01)))
 
 
-def read_visits(
-    file: Path,  # CSV with the columns sensor and night (YYYY-MM-DD)
-) -> dict[str, str]:  # sensor -> night of the last visit; raises DataError
-    "Read the visits of crews."
+def read_visits(file: Path) -> dict[str, str]:
+    "Read the night of the last visit to each sensor from a CSV file with the columns sensor and night; raises DataError."
     visits: dict[str, str] = {}
     for line, row in csv_table(file, read_text(file), ["night"]).records("sensor", "night"):
         try:
@@ -210,8 +187,7 @@ def read_visits(
                 code="invalid-visits",
                 path=file,
                 found=repr(row["night"][:80]),
-                expected="YYYY-MM-DD, or D.M.YYYY",
-                remedy="write the nights like 2025-11-09; 11/9/2025 is another day in another country",
+                expected="YYYY-MM-DD, or D.M.YYYY; 11/9/2025 is another day in another country",
             ) from e
         sensor = text_key(row["sensor"])
         visits[sensor] = max(night, visits.get(sensor, ""))
@@ -242,12 +218,12 @@ def all_sensors(history: History) -> list[str]:
 
 
 def record_run(
-    history: History,  # in a transaction
-    entries: Sequence[HistoryEntry],
-    budget: Budget,
-    visits: Mapping[str, str] | None = None,  # sensor -> night of the last visit
-) -> list[HistoryEntry]:  # the recordings that are new
-    "Add recordings and visits to the history, and compute the evidence of the sensors again from the first changed night on."
+    history: History, entries: Sequence[HistoryEntry], budget: Budget, visits: Mapping[str, str] | None = None
+) -> list[HistoryEntry]:
+    """Add recordings and visits (sensor -> night of the last one) to the history, in a transaction; returns the recordings that are new.
+
+    The evidence of the sensors is computed again from the first changed night on.
+    """
     new = history.add_recordings(entries)
     # sensor -> first changed night
     since = {h.sensor: h.night for h in sorted(new, key=lambda h: h.night, reverse=True)}
@@ -277,20 +253,6 @@ def record_run(
         )
         for night, own in groupby(rows, itemgetter(0)):
             by_date.setdefault(night, {})[k] = _together(list(own))
-    _write_nights(history, sensors, by_date, evidence, first_above, visited, budget)
-    return new
-
-
-def _write_nights(
-    history: History,
-    sensors: list[str],
-    by_date: dict[str, dict[int, _Night]],
-    evidence: Evidence,
-    first_above: list[str | None],
-    visited: dict[str, str],
-    budget: Budget,
-) -> None:
-    "Add the nights to the evidence in the order of their dates, and write them."
     marks = ", ".join("?" * (9 + 2 + len(BETS) + 1))
     for night, of_night in sorted(by_date.items()):
         x = np.full(len(sensors), np.nan)
@@ -298,13 +260,14 @@ def _write_nights(
             if score is not None and night > visited.get(sensors[k], ""):
                 x[k] = night_logit(score)
         evidence.add(x)
-        rows = []
-        for k, own in of_night.items():
+        written = []
+        for k, night_row in of_night.items():
             if first_above[k] is None and evidence.value[k] >= budget.limit:
                 first_above[k] = night
             state = map(float, (evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k]))
-            rows.append((sensors[k], night, *own, *state, first_above[k]))
-        history.write(f"INSERT OR REPLACE INTO nights VALUES ({marks})", rows)
+            written.append((sensors[k], night, *night_row, *state, first_above[k]))
+        history.write(f"INSERT OR REPLACE INTO nights VALUES ({marks})", written)
+    return new
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #30ed1e7f
 RECENT_NIGHTS = 3  # compared with the nights before
@@ -320,11 +283,8 @@ def _moved_db(levels: Sequence[float]) -> float:  # dB; 0 where nothing moved
     return by if abs(by) >= max(6.0, 4 * spread) else 0.0
 
 
-def sensor_health(
-    nights: Sequence[tuple],  # night, rms_db, floor_db, flags of one sensor, oldest first
-    last: str,  # last night of the network
-) -> str:  # "ok", or what is wrong
-    "Describe the health of a logger."
+def sensor_health(nights: Sequence[tuple], last: str) -> str:
+    "Say what is wrong with a logger, or ok, by its nights (night, rms_db, floor_db, flags ...; oldest first) and the last night of the network."
     behind = (date.fromisoformat(last) - date.fromisoformat(nights[-1][0])).days
     found = [f"no data for {behind} nights"] if behind >= 2 else []
     found += [UNUSABLE[name] for name in nights[-1][3].split() if name in UNUSABLE]
@@ -399,14 +359,12 @@ def _best_recordings(history: History, since: str, column: str) -> dict[str, tup
 
 
 def sensor_table(
-    history: History,
-    budget: Budget,
-    *,
-    # [G] median scores of groups without a leak, from the evaluation of the model
-    normal: np.ndarray | Sequence[float] = (),
-    audits: int = 2,  # random visits
-) -> list[SensorRow]:  # sensors to visit first
-    "Return one row for each sensor, as of the last night in the history."
+    history: History, budget: Budget, *, normal: np.ndarray | Sequence[float] = (), audits: int = 2
+) -> list[SensorRow]:
+    """Return one row for each sensor, those to visit first, as of the last night in the history.
+
+    `normal` are median scores of groups without a leak, from the evaluation of the model; `audits` is the number of random visits.
+    """
     last = history.last_night()
     if not last:
         return []
@@ -436,26 +394,20 @@ def sensor_table(
     rows = []
     for s, own in by_sensor.items():
         reason = _reason(visits.get(s, ""), own, budget, p_values.get(s, 1.0))
-        recordings = (*best.get(s, _NONE)[:2], *loudest.get(s, _NONE)[::2])
-        rows.append(_row(s, own, visits.get(s, ""), reason, sensor_health(own, last), recordings))
+        found = best.get(s, _NONE), loudest.get(s, _NONE)
+        rows.append(_row(s, own, visits.get(s, ""), reason, sensor_health(own, last), *found))
     places = {"evidence": 0, "high from the start": 1, "audit": 2, "": 3}
     rows.sort(key=lambda r: (places[r.visit], -r.evidence, -(r.score or 0.0), r.sensor))
     return [replace(r, rank=k) for k, r in enumerate(rows, 1)]
 
 
 def _row(
-    sensor: str,
-    own: Sequence[tuple],
-    visit: str,
-    reason: str,
-    health: str,
-    recordings: tuple,  # path and digest of the best, path and level of the loudest
+    sensor: str, own: Sequence[tuple], visit: str, reason: str, health: str, best: tuple, loudest: tuple
 ) -> SensorRow:
     night, *_, n, _, _, first_above, evidence = own[-1]
     scores = [row[5] for row in own if row[5] is not None]
     logits = night_logit(np.array(scores)).tolist()
     recent, earlier = logits[-RECENT_NIGHTS:], logits[:-RECENT_NIGHTS]
-    recording, digest, loudest, loudest_db = recordings
     return SensorRow(
         rank=0,
         sensor=sensor,
@@ -468,10 +420,10 @@ def _row(
         last_night=night,
         nights=int(n),
         score=scores[-1] if scores else None,
-        recording=recording,
-        digest=digest,
-        loudest=loudest,
-        loudest_db=None if loudest_db is None else round(loudest_db, 2),
+        recording=best[0],
+        digest=best[1],
+        loudest=loudest[0],
+        loudest_db=None if loudest[2] is None else round(loudest[2], 2),
     )
 
 
@@ -493,12 +445,8 @@ _SENSOR = "sensor"  # column of a table of recordings, beside the quantities
 Ranges = dict[str, tuple[float, ...]]  # quantity -> its QUANTILES
 
 
-def quantities(
-    level: np.ndarray,  # [n] dB re full scale
-    score: np.ndarray | None,  # [n]; None: not known
-    bands: np.ndarray,  # [n, K] dB
-) -> dict[str, np.ndarray]:  # [n] each
-    "Return the quantities that are compared."
+def quantities(level: np.ndarray, score: np.ndarray | None, bands: np.ndarray) -> dict[str, np.ndarray]:
+    "Return the quantities [n] that are compared, of levels [n] and bands [n, K] in dB, and of scores [n] where they are known."
     found = {"level": level} | ({} if score is None else {"score": score})
     return found | {f"band {k}": band for k, band in enumerate((bands - bands.mean(1, keepdims=True)).T, 1)}
 
@@ -517,8 +465,8 @@ def ranges_of(values: "Mapping[str, np.ndarray] | pd.DataFrame") -> Ranges:
     return {str(name): tuple(np.quantile(x, QUANTILES).round(4).tolist()) for name, x in values.items()}
 
 
-def stored_reference(history: History) -> Reference | None:  # None: there is none yet; raises DataError
-    "Read the stored reference."
+def stored_reference(history: History) -> Reference | None:
+    "Read the stored reference, if there is one yet; raises DataError."
     text = history.meta("reference")
     if text is None:
         return None
@@ -529,19 +477,12 @@ def stored_reference(history: History) -> Reference | None:  # None: there is no
             raise ValueError("quantiles")
         return Reference(show_path(values["source"]), int(values["n"]), ranges)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
-        raise DataError(
-            "the stored reference is damaged",
-            code="invalid-history",
-            path=history.path,
-            found=type(e).__name__,
-        ) from e
+        message, found = "the stored reference is damaged", type(e).__name__
+        raise DataError(message, code="invalid-history", path=history.path, found=found) from e
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #455a7c81
-def reference_of_data_set(
-    path: str | os.PathLike,  # for example the training set of the model
-    detector: Detector,
-) -> Reference:  # raises DataError, VerifyError
-    "Measure a data set with the features of a detector."
+def reference_of_data_set(path: str | os.PathLike, detector: Detector) -> Reference:
+    "Measure a data set with the features of a detector, for example its training set; raises DataError, VerifyError."
     with Segments(path, level="recording", with_labels=False, preload_to_ram=False) as recordings:
         (ds,) = recordings.sources
         if wrong := spec_differences(required_spec(detector), ds.spec):
@@ -555,22 +496,14 @@ def reference_of_data_set(
         usable = np.flatnonzero(~ds.files["silent"].to_numpy(bool)[recordings.rows])
         chosen = usable[np.unique(np.linspace(0, len(usable) - 1, min(len(usable), 2000)).astype(int))]
         if len(chosen) < MIN_RECORDINGS:
-            raise DataError(
-                "the reference has too few recordings",
-                code="no-usable-recording",
-                path=path,
-                found=len(chosen),
-                expected=f"at least {MIN_RECORDINGS}",
-            )
+            message = f"the reference has fewer than {MIN_RECORDINGS} usable recordings"
+            raise DataError(message, code="no-usable-recording", path=path, found=len(chosen))
         rows, counts = recordings.rows[chosen], recordings.segment_counts[chosen]
         level = ds.files["rms_db"].to_numpy(float)[rows]
         # as in a nightly run, without the padding behind a short recording
         bands = np.array([levels_of(ds[i][0][:n])[1] for i, n in zip(rows.tolist(), counts.tolist())])
-    return Reference(
-        f"data set {show_path(os.path.basename(os.fspath(path)))}",
-        len(chosen),
-        ranges_of(quantities(level, None, bands)),
-    )
+    name = f"data set {show_path(os.path.basename(os.fspath(path)))}"
+    return Reference(name, len(chosen), ranges_of(quantities(level, None, bands)))
 
 
 def _nights(history: History, since: date, until: date) -> "pd.DataFrame":
@@ -588,10 +521,8 @@ def _nights(history: History, since: date, until: date) -> "pd.DataFrame":
     )
 
 
-def reference_of_history(
-    history: History,
-) -> Reference | None:  # None: there are too few nights or recordings yet
-    "Measure the first 28 nights of a network, once they are over."
+def reference_of_history(history: History) -> Reference | None:
+    "Measure the first 28 nights of a network; None where they are not over, or have too few recordings yet."
     # single recordings of a wrong clock do not begin the reference
     sql = "SELECT night, sum(usable) FROM nights GROUP BY night ORDER BY night LIMIT 100"
     counts = {date.fromisoformat(night): n for night, n in history.query(sql)}
@@ -606,12 +537,11 @@ def reference_of_history(
     return None
 
 
-def keep_reference(
-    history: History,  # in a transaction
-    detector: Detector,
-    given: str | os.PathLike | None,  # data set; None: the one that is stored, else the first nights
-) -> None:
-    "Store the reference; its scores are the model's held-out scores without a leak, where its file has them."
+def keep_reference(history: History, detector: Detector, given: str | os.PathLike | None) -> None:
+    """Store a data set as the reference; None: the reference that is stored, else the first nights.
+
+    Its scores are the model's held-out scores without a leak, where its file has them.
+    """
     if given is None and history.meta("reference") is not None:
         return
     found = reference_of_history(history) if given is None else reference_of_data_set(given, detector)
@@ -619,11 +549,8 @@ def keep_reference(
         return
     normal = np.empty(0) if detector.held_out is None else detector.held_out.normal[0]
     if len(normal) >= MIN_RECORDINGS:
-        found = Reference(
-            f"{found.source}; scores: held-out recordings without a leak",
-            found.n,
-            found.ranges | ranges_of({"score": normal}),
-        )
+        source = f"{found.source}; scores: held-out recordings without a leak"
+        found = Reference(source, found.n, found.ranges | ranges_of({"score": normal}))
     history.set_meta("reference", json.dumps(asdict(found), sort_keys=True))
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #30a87279
@@ -666,11 +593,8 @@ class Drift:
         }
 
 
-def drift_of(
-    history: History,
-    reference: Reference | None,  # None: there is none yet
-) -> Drift | None:  # None: no reference, or too few recordings
-    "Compare the recordings of the last seven nights with a reference."
+def drift_of(history: History, reference: Reference | None) -> Drift | None:
+    "Compare the recordings of the last seven nights with a reference; None without one, or with too few recordings."
     last = history.last_night()
     if reference is None or not last:
         return None

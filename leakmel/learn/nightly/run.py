@@ -32,31 +32,11 @@ from leakmel.core.files import replacing
 from leakmel.core.store import LocalCopies
 from leakmel.dataset.file.schema import Rejected
 from leakmel.insight.page_figures import png_bytes
-from leakmel.insight.plots import Trace, f32, label_colour, styled_figure
 from leakmel.learn.model.card import evaluation_result, evaluation_text
 from leakmel.learn.model.detector import Detector, required_spec, to_plain
 from leakmel.learn.model.files import require_kind
+from leakmel.learn.nightly import nights
 from leakmel.learn.nightly.history import History, HistoryEntry, night_of
-from leakmel.learn.nightly.nights import (
-    RECENT_DAYS,
-    SENSOR_COLUMNS,
-    Budget,
-    Drift,
-    Levels,
-    SensorRow,
-    all_sensors,
-    drift_of,
-    flags_of,
-    keep_reference,
-    normal_medians,
-    plural,
-    read_features,
-    read_visits,
-    record_run,
-    recording_levels,
-    sensor_table,
-    stored_reference,
-)
 from leakmel.learn.predict.predict import detector_of, predict
 from leakmel.learn.predict.readers import RecordingList, find_recordings
 from leakmel.learn.predict.scoring import ScoredRecording
@@ -64,7 +44,6 @@ from leakmel.mel.engines import open_engine
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
 
 # %% ../../../nbs/learn/nightly/run.ipynb #9fbea0d8
 def model_digest(detector: Detector) -> str:  # 32 hexadecimal digits
@@ -91,9 +70,8 @@ class _Files:
     folder: Path
     found: dict[bytes, _File]  # by path
     missing: list[bytes]  # that the table does not name
-    stored: dict[bytes, tuple] = field(
-        default_factory=dict
-    )  # size, mtime, digest and problem, of earlier runs
+    # size, mtime, digest and problem, of earlier runs
+    stored: dict[bytes, tuple] = field(default_factory=dict)
     to_read: list[bytes] = field(default_factory=list)  # files with a sensor that are not known
     rejected: list[Rejected] = field(default_factory=list)  # unusable, now or earlier, or without a sensor
     paths: dict[str, bytes] = field(default_factory=dict)  # digest of a recording -> its path
@@ -123,17 +101,15 @@ def _find(folder: str | os.PathLike, manifest: Manifest | None, progress: str) -
     if manifest is not None and not any(name.start_time for name in listed.names):
         naming, table = manifest.naming, manifest.names
         of_pattern = naming.source == "pattern" and ("field", "start_time") in pattern_tokens(naming.pattern)
-        if (
-            of_pattern or table is not None and table.has_times
-        ):  # the times of the files may be those of a copy
+        # the times of the files may be those of a copy
+        if of_pattern or table is not None and table.has_times:
             raise DataError(
                 "no recording has a start time, although the pattern or the table has a place for it",
                 code="no-times",
                 path=listed.listing.folder,
                 found=f"first recording {show_path(listed.listing.paths[0])}",
                 expected=f"times like {TIME_FORMS}",
-                remedy="change the pattern or fill the column start_time; or leave start_time out of it: each recording "
-                "is then dated by its file, which is right only if the files were never copied",
+                remedy="change the pattern or the column start_time, or leave it out: files then date recordings, which is wrong for copies",
             )
     return _Files(listed.listing.folder, files, missing)
 
@@ -177,11 +153,8 @@ def _sort_files(history: History, files: _Files) -> None:
 _FIRST_DAY = "1990-01-01"
 
 
-def recording_time(
-    start_time: str,  # ISO 8601, of name or table; empty: not known
-    mtime_ns: int,  # of the file
-) -> tuple[str, bool]:  # ISO 8601; whether it is the modification time of the file
-    "Choose the time of a recording."
+def recording_time(start_time: str, mtime_ns: int) -> tuple[str, bool]:
+    "Choose between the time of name or table, if there is one, and that of the file; both ISO 8601. The second value: it is that of the file."
     now = datetime.now()
     changed = datetime.fromtimestamp(mtime_ns // 10**9)
     if not _FIRST_DAY <= changed.isoformat() <= now.isoformat():  # the file has no plausible time
@@ -192,7 +165,7 @@ def recording_time(
 
 # %% ../../../nbs/learn/nightly/run.ipynb #0ffb97eb
 def _entry(
-    s: ScoredRecording, sensor: str, score: float, levels: Levels, time: str, from_file: bool
+    s: ScoredRecording, sensor: str, score: float, levels: nights.Levels, time: str, from_file: bool
 ) -> HistoryEntry:
     "Return what the history stores of a recording."
     f = s.facts
@@ -211,7 +184,7 @@ def _entry(
         rms_db=float(np.clip(f["rms_db"], -999, 999)),
         floor_db=levels[0],
         clipped_share=share,
-        flags=flags_of(bool(f["silent"]), s.gain == 1, share),
+        flags=nights.flags_of(bool(f["silent"]), s.gain == 1, share),
         bands=" ".join(f"{x:.1f}" for x in levels[1]),
     )
 
@@ -228,8 +201,10 @@ def read_new(files: _Files, detector: Detector, history: History, device: str, p
         files.folder, detector, manifest=Manifest(files.folder, (), (x,)), device=device, progress=progress
     )
     payloads = [s.facts["digest"].decode() for s in done.scored]
-    measured = recording_levels(files.folder, done.scored.paths, payloads, done.spec, progress=progress)
-    known = {text_key(sensor): sensor for sensor in all_sensors(history)}
+    measured = nights.recording_levels(
+        files.folder, done.scored.paths, payloads, done.spec, progress=progress
+    )
+    known = {text_key(sensor): sensor for sensor in nights.all_sensors(history)}
     rejected = list(done.rejections)
     times = [recording_time(new[path][2].start_time, new[path][1]) for path in done.scored.paths]
     last = history.last_night()
@@ -282,11 +257,11 @@ class NightlyRun:
     model: str
     evaluation: str  # a sentence on how the model was evaluated
     evaluation_result: str
-    budget: Budget
+    budget: nights.Budget
     counts: RunCounts
     rejected: tuple[Rejected, ...]
-    sensors: tuple[SensorRow, ...]  # those to visit first
-    drift: Drift | None  # None: no reference yet
+    sensors: tuple[nights.SensorRow, ...]  # those to visit first
+    drift: nights.Drift | None  # None: no reference yet
     curves: Mapping[str, list[float]]  # sensor of the list -> evidence of its last nights
     notes: tuple[str, ...] = ()  # on tables of recordings and visits
     seconds: float = 0.0
@@ -297,7 +272,7 @@ class NightlyRun:
         return max((r.last_night for r in self.sensors), default="")
 
     @property
-    def to_visit(self) -> tuple[SensorRow, ...]:
+    def to_visit(self) -> tuple[nights.SensorRow, ...]:
         "Sensors with evidence for a leak."
         return tuple(r for r in self.sensors if r.visit in LISTED)
 
@@ -306,7 +281,7 @@ class NightlyRun:
         "Name the sensors whose last score is at least 0.5, without enough evidence for a visit; empty: none."
         found = [r for r in self.sensors if r.visit not in LISTED and (r.score or 0.0) >= 0.5]
         found.sort(key=lambda r: -(r.score or 0.0))
-        names = [f"{r.sensor} {r.score:.2f} ({plural(r.nights, 'night')})" for r in found[:MAX_NAMED]]
+        names = [f"{r.sensor} {r.score:.2f} ({nights.plural(r.nights, 'night')})" for r in found[:MAX_NAMED]]
         return f"High scores, too few nights to be sure ({len(found):,}): {', '.join(names)}" if found else ""
 
     @property
@@ -326,7 +301,7 @@ class NightlyRun:
         "One row per sensor."
         import pandas as pd
 
-        return pd.DataFrame([asdict(r) for r in self.sensors], columns=list(SENSOR_COLUMNS))
+        return pd.DataFrame([asdict(r) for r in self.sensors], columns=list(nights.SENSOR_COLUMNS))
 
     @property
     def body(self) -> dict[str, Any]:
@@ -392,51 +367,38 @@ class NightlyRun:
     def __repr__(self) -> str:
         return f"NightlyRun({len(self.to_visit):,} of {len(self.sensors):,} sensors to visit; {self.counts.new:,} new recordings; {show_path(self.state)})"
 
-# %% ../../../nbs/learn/nightly/run.ipynb #3538b878
-def mel_picture(
-    mels: np.ndarray,  # [L, S, M, T] dB
-) -> np.ndarray:  # [M, W] uint8, the highest band at the top
-    "Return a spectrogram as numbers of colours, from its 5 % to its 99.5 % quantile."
-    flat = mels.astype(np.float32).transpose(2, 0, 1, 3).reshape(mels.shape[2], -1)[::-1]
-    step = -(-flat.shape[1] // 480)  # a shorter rest at the end is left out
-    flat = flat[:, : flat.shape[1] // step * step].reshape(len(flat), -1, step).mean(2)
-    low, high = np.quantile(flat, (0.05, 0.995))
-    return (255 * np.clip((flat - low) / max(high - low, 1e-3), 0, 1)).astype(np.uint8)
-
 # %% ../../../nbs/learn/nightly/run.ipynb #46d36907
 MAX_CLIP_BYTES = 160_000  # of the samples of a player
 
 
-def _address(content: bytes, kind: str) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
+def clip_of(samples: np.ndarray, mels: np.ndarray, sample_rate: int, long_hop: int) -> dict[str, Any]:
+    """Make the player and the picture of the first ten seconds of a recording.
 
-
-def clip_of(
-    samples: np.ndarray,  # [n] int16 or float32
-    mels: np.ndarray,  # [L, S, M, T] dB
-    sample_rate: int,  # Hz
-    long_hop: int,  # samples between long segments
-) -> dict[str, Any]:  # wav and png (addresses that hold the files), seconds, gain_db of the sound
-    "Make the player and the picture of the first ten seconds of a recording."
+    Of samples [n], int16 or float32, and their spectrogram [L, S, M, T] in dB; returns wav and png (addresses that hold the files), seconds
+    and gain_db of the sound. The colours go from the 5 % to the 99.5 % quantile.
+    """
     n = int(min(10.0 * sample_rate, MAX_CLIP_BYTES // 2, len(samples)))
     x = samples[:n] / (32_768 if samples.dtype == np.int16 else 1)
     x = x - x.mean(dtype=np.float64)
     rms = float(np.std(x, dtype=np.float64))
     gain = 0.1 / rms if rms > 0 else 1.0  # to -20 dB re full scale
     sound = wav_bytes(np.round(32_000 * np.tanh(gain * x)).astype(np.int16), sample_rate)
+    mels = mels[: max(1, n // long_hop)].astype(np.float32)
+    flat = mels.transpose(2, 0, 1, 3).reshape(mels.shape[2], -1)[::-1]  # the highest band at the top
+    step = -(-flat.shape[1] // 480)  # a shorter rest at the end is left out
+    flat = flat[:, : flat.shape[1] // step * step].reshape(len(flat), -1, step).mean(2)
+    low, high = np.quantile(flat, (0.05, 0.995))
+    picture = png_bytes((255 * np.clip((flat - low) / max(high - low, 1e-3), 0, 1)).astype(np.uint8))
     return {
-        "wav": _address(sound, "audio/wav"),
-        "png": _address(png_bytes(mel_picture(mels[: max(1, n // long_hop)])), "image/png"),
+        "wav": f"data:audio/wav;base64,{base64.b64encode(sound).decode()}",
+        "png": f"data:image/png;base64,{base64.b64encode(picture).decode()}",
         "seconds": n / sample_rate,
         "gain_db": 20 * math.log10(gain),
     }
 
 # %% ../../../nbs/learn/nightly/run.ipynb #7d720b4d
-def evidence_points(
-    evidence: Sequence[float],  # of successive nights, at least one
-    limit: float,  # from which a sensor is listed
-) -> tuple[list[tuple[float, float]], float]:  # x and y of each night; y of the limit
-    "Place the curve of a sensor in a drawing of 168 x 48 with a margin of 4."
+def evidence_points(evidence: Sequence[float], limit: float) -> tuple[list[tuple[float, float]], float]:
+    "Place nights, at least one, in a drawing of 168 x 48 with a margin of 4: x and y of each, and y of the limit."
     top = math.log10(1 + max(limit, *evidence)) * 1.08
     step = 160 / max(1, len(evidence) - 1)
 
@@ -466,10 +428,9 @@ def place_of(columns: Mapping[str, str]) -> Place | None:  # None: no coordinate
 
 
 def map_points(
-    places: Mapping[str, Place],  # sensor -> place; at least one
-    visits: Mapping[str, str],  # sensor -> reason of the visit, for those that are to be visited
+    places: Mapping[str, Place], visits: Mapping[str, str]
 ) -> tuple[float, float, list[tuple[str, str, float, float]]]:
-    "Return width and height of the map, and sensor, reason, x and y of each point, those to visit on top."
+    "Return width and height of the map of some sensors, and sensor, reason of a visit, x and y of each, those to visit on top."
     chosen = sorted(places, key=lambda s: (s in visits, s))[-5000:]
     xy = np.array([places[s][:2] for s in chosen])
     middle = (xy.min(0) + xy.max(0)) / 2
@@ -484,7 +445,6 @@ def map_points(
 # %% ../../../nbs/learn/nightly/run.ipynb #2bda3132
 PAGE_BEGINS = "<!doctype html>\n<!-- leakmel nightly 1 -->"
 MAX_CLIPS = 30  # players
-_MAX_OUTSIDE = 40  # sensors named under the drift
 _STYLE = """:root { color-scheme: light dark; --fg: #1d2125; --dim: #5d666f; --bg: #ffffff; --card: #f5f6f7; --rule: #d9dde1;
   --hot: #b3261e; --warm: #b26a00; --cool: #1f66b1; --good: #2e7d4f; --line: #1f66b1; }
 @media (prefers-color-scheme: dark) { :root { --fg: #e4e7ea; --dim: #a2abb4; --bg: #15181b; --card: #1f2429; --rule: #3a4149;
@@ -514,6 +474,7 @@ _TEMPLATE = """
 <html lang='en'><head><meta charset='utf-8'>
 <meta http-equiv='Content-Security-Policy' content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:">
 <meta name='viewport' content='width=device-width'><title>Sensors to visit</title><style>{{ style|safe }}</style></head><body>
+{%- set drift, limit = done.drift, done.budget.limit %}
 {%- macro badge(visit) %}{% if visit %}<span class='badge {{ visit.split()[0] }}'>{{ visit }}</span>{% endif %}{% endmacro %}
 {%- macro health(text) %}{% if text == 'ok' %}ok{% else %}<span class='bad'>{{ text }}</span>{% endif %}{% endmacro %}
 {%- macro evidence(x) %}{{ ('{:,.1f}' if x < 1e5 else '{:.1e}').format(x) }}{% endmacro %}
@@ -529,9 +490,10 @@ _TEMPLATE = """
 See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/retraining.ipynb</code>.{% endif %}</p>
 {%- endfor %}
 <p class='facts'>Budget: {{ '{:g}'.format(done.budget.per_100_nights) }} false visits per 100 sensor-nights, hence a limit of
-{{ limit|whole }} for the evidence. Audit visits are chosen at random ({{ n_audits|whole }}): they show what the list misses.</p>
+{{ limit|whole }} for the evidence. Audit visits are chosen at random
+({{ listed|selectattr('visit', 'eq', 'audit')|list|length|whole }}): they show what the list misses.</p>
 <p class='facts'>Detector: {{ done.evaluation }}</p>
-<p class='facts'>Loggers to check: {{ n_ill|whole }}</p>
+<p class='facts'>Loggers to check: {{ done.sensors|rejectattr('health', 'eq', 'ok')|list|length|whole }}</p>
 {%- if listed %}
 <div class='scroll'><table class='visits'><thead>
 <tr><th class='n'>rank</th><th>sensor</th><th>why</th><th>evidence over nights</th><th>recording with the highest score</th></tr>
@@ -599,10 +561,10 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 <td class='n{{ ' bad' if name in drift.moved }}'>{{ '{:.0f}'.format(100 * share) }} %</td></tr>
 {%- endfor %}
 </tbody></table></div>
-{%- if outside %}
+{%- if drift.sensors %}{% set outside = drift.sensors.items()|list %}
 <p class='facts'>Sensors whose median lies outside:
-{% for sensor, what in outside %}{{ sensor }} ({{ what|join(', ') }}){{ ', ' if not loop.last }}{% endfor %}
-{%- if n_more > 0 %} and {{ n_more|whole }} more{% endif %}</p>
+{% for sensor, what in outside[:most_outside] %}{{ sensor }} ({{ what|join(', ') }}){{ ', ' if not loop.last }}{% endfor %}
+{%- if outside|length > most_outside %} and {{ (outside|length - most_outside)|whole }} more{% endif %}</p>
 {%- endif %}
 {%- endif %}
 <footer>leakmel {{ version }}</footer>
@@ -610,79 +572,24 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 """
 
 # %% ../../../nbs/learn/nightly/run.ipynb #d3589f48
-def visits_page(
-    done: "NightlyRun",
-    clips: Mapping[str, Any],  # digest of a recording -> its player
-    places: Mapping[str, Place],  # sensor -> its place
-) -> str:  # HTML
-    "Return the page of a nightly run."
+def visits_page(done: "NightlyRun", clips: Mapping[str, Any], places: Mapping[str, Place]) -> str:
+    "Return the HTML page of a nightly run, with players by digest of recordings and places by sensor."
     from jinja2 import Environment, StrictUndefined
 
     page = Environment(autoescape=True, undefined=StrictUndefined)
     page.filters["whole"] = "{:,.0f}".format
-    page.globals |= {"evidence_points": evidence_points, "plural": plural}
+    page.globals |= {"evidence_points": evidence_points, "plural": nights.plural, "days": nights.RECENT_DAYS}
     listed = [r for r in done.sensors if r.visit]
-    outside = [] if done.drift is None else list(done.drift.sensors.items())
     return page.from_string(PAGE_BEGINS + _TEMPLATE).render(
         style=_STYLE,
         version=leakmel.__version__,
         done=done,
-        limit=done.budget.limit,
         listed=listed,
         clips=clips,
-        n_audits=sum(r.visit == "audit" for r in listed),
-        n_ill=sum(r.health != "ok" for r in done.sensors),
         map=map_points(places, {r.sensor: r.visit for r in listed}) if places else None,
         n_lost=len({r.sensor for r in done.sensors} - places.keys()),
         most=2000,
-        drift=done.drift,
-        days=RECENT_DAYS,
-        outside=outside[:_MAX_OUTSIDE],
-        n_more=len(outside) - _MAX_OUTSIDE,
-    )
-
-# %% ../../../nbs/learn/nightly/run.ipynb #4a5cc001
-def evidence_plot(done: "NightlyRun") -> "go.Figure":
-    "Draw the evidence of the first sensors of the list over the last nights."
-    chosen = [r for r in done.sensors if done.curves.get(r.sensor)][:12]
-    traces: list[Trace] = [
-        dict(
-            type="scatter",
-            x=np.arange(1 - len(done.curves[r.sensor]), 1),
-            y=f32(np.maximum(done.curves[r.sensor], 0.1)),
-            name=f"{r.sensor} ({r.visit})",
-            mode="lines+markers",
-            line=dict(color=label_colour(k), width=1.6),
-            marker=dict(size=4),
-        )
-        for k, r in enumerate(chosen)
-    ]
-    last = done.last_night or "none"
-    return styled_figure(
-        traces,
-        f"{len(done.to_visit):,} of {len(done.sensors):,} sensors to visit",
-        f"dashed: limit of {done.budget.limit:,.0f} for {done.budget.per_100_nights:g} false visits per 100 sensor-nights",
-        height=380,
-        xaxis=dict(title=dict(text=f"nights before the last one of the sensor (network: {last})")),
-        yaxis=dict(title=dict(text="evidence"), type="log"),
-        showlegend=True,
-    ).add_hline(y=done.budget.limit, line_dash="dash", line_width=1, line_color="#7a7a7a")
-
-
-def drift_plot(done: "NightlyRun") -> "go.Figure":
-    "Draw the share of recordings outside the central 95 % of the reference, by quantity."
-    drift = done.drift
-    if drift is None:
-        return styled_figure([], "There is no reference for the drift yet", height=200)
-    share = [100 * x for x in drift.outside.values()]
-    colours = [label_colour(int(name in drift.moved)) for name in drift.outside]
-    return styled_figure(
-        [dict(type="bar", x=list(drift.outside), y=f32(share), marker=dict(color=colours))],
-        f"Drift: {', '.join(drift.moved)}" if drift.moved else "No drift",
-        f"{drift.n:,} recordings of the last nights against {drift.reference.n:,} of the reference; 5 % outside is usual",
-        height=340,
-        xaxis=dict(title=dict(text="quantity (bands from low to high)")),
-        yaxis=dict(title=dict(text="recordings outside, %"), range=[0, max(30, 1.1 * max(share, default=0))]),
+        most_outside=40,
     )
 
 # %% ../../../nbs/learn/nightly/run.ipynb #0fe27017
@@ -697,7 +604,7 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
             remedy="choose a path outside that folder",
         )
     kind, begins = "table of a nightly run", f'{{"format": "{FORMAT}"'.encode()
-    require_kind(target / SENSORS_CSV, kind, lambda file: has_columns(file, SENSOR_COLUMNS))
+    require_kind(target / SENSORS_CSV, kind, lambda file: has_columns(file, nights.SENSOR_COLUMNS))
     require_kind(target / SENSORS_JSON, kind, lambda file: file.read(len(begins)) == begins)
     require_kind(target / VISITS_HTML, kind, lambda file: file.read(len(PAGE_BEGINS)) == PAGE_BEGINS.encode())
     return target
@@ -722,31 +629,29 @@ def write_tables(
             os.fsync(f.fileno())
 
 # %% ../../../nbs/learn/nightly/run.ipynb #2e361cc6
-def _clips(
-    rows: list[SensorRow], paths: dict[str, bytes], folder: Path, detector: Detector
-) -> dict[str, Any]:
+def _clips(done: NightlyRun, paths: dict[str, bytes], detector: Detector) -> dict[str, Any]:
     "Make the players of the first sensors of the list."
     spec = required_spec(detector)
     found: dict[str, Any] = {}
-    chosen = [r.digest for r in rows if r.visit and r.digest in paths][:MAX_CLIPS]
+    chosen = [r.digest for r in done.sensors if r.visit and r.digest in paths][:MAX_CLIPS]
     if not chosen:
         return found
-    with open_engine("auto", spec, device="cpu") as engine, LocalCopies(folder) as copies:
+    with open_engine("auto", spec, device="cpu") as engine, LocalCopies(done.folder) as copies:
         for digest in chosen:
-            features = read_features(copies, engine, spec, paths[digest], digest)
+            features = nights.read_features(copies, engine, spec, paths[digest], digest)
             if features is not None:  # else the page says so
                 found[digest] = clip_of(*features, spec.sample_rate, spec.long_hop)
     return found
 
 
-def _curves(history: History, rows: list[SensorRow]) -> dict[str, list[float]]:
+def _curves(history: History, rows: list[nights.SensorRow]) -> dict[str, list[float]]:
     "Return the evidence of the last nights of each sensor on the list."
     sql = "SELECT (r0 + r1 + r2) / 3 FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT ?"
     found = {r.sensor: history.query(sql, (r.sensor, 31)) for r in rows if r.visit}
     return {sensor: [value for (value,) in reversed(values)] for sensor, values in found.items()}
 
 
-def _places(rows: Sequence[SensorRow], manifest: Manifest | None) -> dict[str, Place]:
+def _places(rows: Sequence[nights.SensorRow], manifest: Manifest | None) -> dict[str, Place]:
     "Return the coordinates of the sensors, from further columns of the table of a manifest."
     found: dict[str, Place | None] = {}
     for x in () if manifest is None else manifest.listings:
@@ -757,34 +662,29 @@ def _places(rows: Sequence[SensorRow], manifest: Manifest | None) -> dict[str, P
 
 # %% ../../../nbs/learn/nightly/run.ipynb #79f71ba1
 def nightly(
-    folder: str
-    | os.PathLike,  # recordings in any subfolders; the sensor is in the name, a pattern or a table
+    folder: str | os.PathLike,  # recordings in any subfolders; sensors are in names, a pattern or a table
     model: str | os.PathLike | Detector,  # as for `predict`; a history belongs to one model
-    state: str
-    | os.PathLike,  # folder of the history and the tables, outside `folder`; created where it does not exist
+    state: str | os.PathLike,  # folder of the history and the tables, outside `folder`; made by the first run
     *,
     manifest: Manifest
     | None = None,  # result of `scan` with a pattern or a table: sensors, times, coordinates
     budget: float = 0.2,  # false visits per 100 sensor-nights, above 0 and at most 10
     audits: int = 2,  # random visits per night
-    visited: str
-    | os.PathLike
-    | None = None,  # CSV file of visits with the columns sensor and night: these sensors start again
-    reference: str
-    | os.PathLike
-    | None = None,  # data set that the drift is measured against, for example the training set
+    # CSV file of visits with the columns sensor and night: these sensors start again
+    visited: str | os.PathLike | None = None,
+    # data set that the drift is measured against, for example the training set
+    reference: str | os.PathLike | None = None,
     device: str = "auto",  # "auto", "cpu", "cuda" or "cuda:1"
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> NightlyRun:  # raises LeakmelError
     "Score the new recordings of a folder, and write the table of sensors to visit."
     began = time.perf_counter()
-    rule = Budget(budget)
+    rule = nights.Budget(budget)
     if isinstance(audits, bool) or not isinstance(audits, int) or not 0 <= audits <= 1000:
-        raise UsageError(
-            "audits must be a whole number from 0 to 1000", code="out-of-range", found=repr(audits)
-        )
+        message = "audits must be a whole number from 0 to 1000"
+        raise UsageError(message, code="out-of-range", found=repr(audits))
     target = _check_state(state, Path(os.path.abspath(folder)))
-    visits = {} if visited is None else read_visits(Path(visited))
+    visits = {} if visited is None else nights.read_visits(Path(visited))
     detector, named = detector_of(model)
     digest = model_digest(detector)
     files = _find(folder, manifest, progress)
@@ -812,11 +712,11 @@ def nightly(
         if pattern:
             history.set_meta("pattern", pattern)
         used, ignored = _sort_visits(history, files.entries, visits)
-        added = record_run(history, files.entries, rule, used)
+        added = nights.record_run(history, files.entries, rule, used)
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
-        keep_reference(history, detector, reference)
+        nights.keep_reference(history, detector, reference)
         history.commit()
-        rows = sensor_table(history, rule, normal=normal_medians(detector), audits=audits)
+        rows = nights.sensor_table(history, rule, normal=nights.normal_medians(detector), audits=audits)
         done = NightlyRun(
             folder=files.folder,
             state=target,
@@ -827,11 +727,11 @@ def nightly(
             counts=_counts(files, len(added)),
             rejected=tuple(sorted(files.rejected, key=lambda r: r.path)),
             sensors=tuple(rows),
-            drift=drift_of(history, stored_reference(history)),
+            drift=nights.drift_of(history, nights.stored_reference(history)),
             curves=_curves(history, rows),
             notes=(*[f"names are read by the pattern {pattern!r}"] * bool(pattern), *_notes(files), *ignored),
         )
-        clips = _clips(rows, files.paths, done.folder, detector)
+        clips = _clips(done, files.paths, detector)
         write_tables(done, visits_page(done, clips, _places(rows, manifest)))
     return replace(done, seconds=time.perf_counter() - began)
 
@@ -869,7 +769,9 @@ def _sort_visits(
     last = max([history.last_night() or _FIRST_DAY, *(e.night for e in entries)])
     # recordings may arrive after a visit
     latest = (datetime.fromisoformat(last) + timedelta(days=7)).isoformat()
-    known = {text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *all_sensors(history))}
+    known = {
+        text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *nights.all_sensors(history))
+    }
     used = {known[s]: night for s, night in visits.items() if s in known and night <= latest}
     ignored = [f"{show_path(s)} ({night})" for s, night in sorted(visits.items()) if known.get(s) not in used]
     names = ", ".join(map(show_path, sorted(known.values())[:3]))

@@ -6,7 +6,7 @@
 __all__ = ['Round', 'retrain']
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #e65a399a
-import json, math, os, warnings
+import json, os, warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -25,97 +25,42 @@ from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.progress import Progress, announce
 from leakmel.core.run_plan import RowTable, user_path
-from leakmel.dataset.file.reader import MelDataset
+from leakmel.learn.data import segments
 from leakmel.learn.data.groups import LEAKY_SPLIT, Group, find_shared, recordings_of
-from leakmel.learn.data.segments import (
-    LEFT_OUT,
-    DataSource,
-    Segments,
-    Task,
-    close_opened,
-    find_label,
-    source_list,
-)
+from leakmel.learn.data.segments import LEFT_OUT, DataSource, Segments, Task
 from leakmel.learn.data.splits import LeakySplitWarning, recordings_table
-from leakmel.learn.metrics.metrics import DecisionRule, HeldOutScores, choose_rule, segments_needed
-from leakmel.learn.metrics.significance import (
-    Bootstrap,
-    Difference,
-    Groups,
-    ScoredModel,
-    differences,
-    figure_title,
-    recording_groups,
-    score_model,
-)
-from leakmel.learn.model.card import Provenance, find_overlap, provenance_of
-from leakmel.learn.model.cards import update_card
-from leakmel.learn.model.detector import (
-    BlendClassifier,
-    Classifier,
-    Detector,
-    check_features,
-    class_scores,
-    load_champion,
-    load_detector,
-    score_rows,
-)
-from leakmel.learn.model.files import (
-    MODEL,
-    RECORD,
-    Champion,
-    Lineage,
-    finished_rounds,
-    model_file,
-    pick_device,
-    read_lineage,
-    require_digest,
-    round_folder,
-    write_lineage,
-)
+from leakmel.learn.metrics import metrics, significance
+from leakmel.learn.model import card, cards, files, spectral
+from leakmel.learn.model.detector import Detector, check_features, class_scores, load_detector, score_rows
+from leakmel.learn.model.files import Champion, Lineage, round_folder
 from leakmel.learn.model.net import LeakNet
 from leakmel.learn.model.settings import RESUME, CheckpointSettings, RoundRules, TrainSettings, settings_from
-from leakmel.learn.model.spectral import SpectralClassifier, fit_spectral, spectral_features
-from leakmel.learn.train.state import TooShortWarning, TrainingData, row_digests, too_short
 from leakmel.learn.train.loop import TrainingRun, folder_lock, train_network
-from leakmel.learn.train.state import TrainingState
+from leakmel.learn.train.state import TooShortWarning, TrainingData, TrainingState, row_digests, too_short
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #910813c8
 _NETWORK_SETTINGS = ("channels", "dropout")
 
 
 def round_settings(
-    champion: Detector,
-    settings: TrainSettings
-    | Mapping[str, Any]
-    | None = None,  # None: those of the champion, a third of the epochs, a quarter of the learning rate
-) -> (
-    TrainSettings
-):  # the net is the champion's in any case; names and values change what None gives; raises UsageError
-    "Return the settings of a training that starts from a champion."
+    champion: Detector, settings: TrainSettings | Mapping[str, Any] | None = None
+) -> TrainSettings:
+    """Return the settings of a training that starts from a champion; raises UsageError.
+
+    None: those of the champion, a third of the epochs, a quarter of the learning rate; a mapping changes what None gives. The net is the
+    champion's in any case.
+    """
     if not isinstance(settings, TrainSettings):
         if wrong := sorted(set(_NETWORK_SETTINGS) & set(settings or {})):
-            raise UsageError(
-                "a round cannot change the network of the champion",
-                code="net-is-fixed",
-                found=", ".join(wrong),
-                remedy="leave these settings out",
-            )
+            raise UsageError("a round cannot change the network", code="net-is-fixed", found=", ".join(wrong))
         try:
             before = settings_from(champion.record.get("settings", {}))
         except (UsageError, TypeError):
             before = TrainSettings()
-        usual = {
-            "epochs": max(1, math.ceil(before.epochs / 3)),
-            "learning_rate": max(before.learning_rate / 4, 1e-9),
-        }
+        usual = {"epochs": -(-before.epochs // 3), "learning_rate": max(before.learning_rate / 4, 1e-9)}
         settings = settings_from(asdict(before) | usual | dict(settings or {}))
-    fixed = {
-        name: getattr(member.settings, name)
-        for member in champion.members
-        if isinstance(member, LeakNet)
-        for name in _NETWORK_SETTINGS
-    }
+    nets = [member.settings for member in champion.members if isinstance(member, LeakNet)]
+    fixed = {name: getattr(net, name) for net in nets for name in _NETWORK_SETTINGS}
     return settings_from(asdict(settings) | fixed | {"detector": "cnn"})
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #caf108e8
@@ -123,38 +68,28 @@ Part = DataSource | Segments | Sequence[DataSource]  # chosen rows of data sets 
 
 
 @contextmanager
-def open_parts(
-    champion: Detector, new: Part, old: Part, testing: Part, validation: Part | None
-) -> Iterator[dict[str, Segments]]:  # by name; raises UsageError, DataError
-    "Open the recordings of a round as the champion sees them; those that were open stay open."
+def open_parts(champion: Detector, given: Mapping[str, Part | None]) -> Iterator[dict[str, Segments]]:
+    "Open the recordings of a round as the champion sees them; those that were open stay open. Raises UsageError, DataError."
     parts: dict[str, Segments] = {}
-    given = {"new recordings": new, "replay": old, "validation": validation, "testing": testing}
     with ExitStack() as stack:
         for name, part in given.items():
             if part is None:
                 continue
-            sources = source_list(part.sources if isinstance(part, Segments) else part)
+            rows, n_left_out = (part.rows, part.n_too_short) if isinstance(part, Segments) else (None, 0)
+            sources = segments.source_list(part.sources if isinstance(part, Segments) else part)
             task = None if name == "new recordings" else champion.task
-            parts[name] = found = Segments(
-                sources,
-                level="recording",
-                rows=part.rows if isinstance(part, Segments) else None,
-                task=task,
-                with_labels=task is not None,
-                preload_to_ram=False,
-            )
-            stack.callback(close_opened, found.sources, sources)
-            if isinstance(part, Segments):
-                found.n_too_short += part.n_too_short  # its rows are those that are left
+            how: dict[str, Any] = {"task": task, "with_labels": task is not None, "preload_to_ram": False}
+            parts[name] = found = Segments(sources, level="recording", rows=rows, **how)
+            stack.callback(segments.close_opened, found.sources, sources)
+            found.n_too_short += n_left_out
             check_features(champion, found)
+            note = too_short(found)
             if not len(found.rows):
+                path = found.sources[0].path
                 raise DataError(
-                    "the data set holds no recordings",
-                    code="no-recordings",
-                    path=found.sources[0].path,
-                    found=too_short(found) or None,
+                    "there are no recordings", code="no-recordings", path=path, found=note or None
                 )
-            if note := too_short(found):
+            if note:
                 warnings.warn(f"{name}: {note}", TooShortWarning, stacklevel=4)
         yield parts
 
@@ -162,12 +97,11 @@ def open_parts(
 UNLABELLED = -2  # no person gave a label
 
 
-def read_human_labels(
-    table: LabelTable,  # labels by people: labels.csv, or a CSV table with path and label
-    recordings: Segments,  # at any level
-    task: Task,  # whose labels may be given, upper and lower case aside
-) -> np.ndarray:  # [n] int64 class of each recording; -1: of a label that the task leaves out, -2: not in the table; raises DataError
-    "Read a table of labels by people."
+def read_human_labels(table: LabelTable, recordings: Segments, task: Task) -> np.ndarray:
+    """Read labels by people, upper and lower case aside; raises DataError.
+
+    Returns the class [n] int64 of each recording; -1: of a label that the task leaves out, -2: not in the table.
+    """
     current = read_labels(table)
     paths = recording_paths(recordings)
     file = None if isinstance(table, CurrentLabels) else table
@@ -176,8 +110,7 @@ def read_human_labels(
             "the table names paths that are not new recordings, or recordings that are shorter than one long segment",
             code="unknown-recording",
             path=file,
-            found=", ".join(map(show_path, unknown[:3]))
-            + (f" and {len(unknown) - 3:,} more" if len(unknown) > 3 else ""),
+            found=", ".join(map(show_path, unknown[:3])),
             remedy=f"write paths as the data sets have them, for example {show_path(paths[0])}",
         )
     check_paths(current, paths, file)
@@ -186,41 +119,28 @@ def read_human_labels(
     classes = np.full(len(paths), UNLABELLED, np.int64)
     for i in found.changed:
         try:
-            classes[i] = task.to_model[find_label(found.labels[i], task.class_names)]
+            classes[i] = task.to_model[segments.find_label(found.labels[i], task.class_names)]
         except UsageError as e:
-            raise DataError(
-                f"the label of {show_path(paths[i])} is unknown",
-                code="unknown-label",
-                path=file,
-                found=repr(found.labels[i]),
-                expected=e.expected,
-            ) from e
+            message, label = f"the label of {show_path(paths[i])} is unknown", repr(found.labels[i])
+            raise DataError(message, code="unknown-label", path=file, found=label, expected=e.expected) from e
     return classes
 
 
-def recording_paths(
-    recordings: Segments,
-) -> list[str]:  # [n] of the chosen rows; raises DataError for data sets without recordings
-    "Return the path of each recording."
+def recording_paths(recordings: Segments) -> list[str]:
+    "Return the path of each recording; raises DataError for data sets that do not store them."
     if nameless := [source.path for source in recordings.sources if "path" not in source.files]:
-        raise DataError(
-            "the data set does not store the paths of its recordings", code="paths-missing", path=nameless[0]
-        )
+        message = "the data set does not store the paths of its recordings"
+        raise DataError(message, code="paths-missing", path=nameless[0])
     return recordings_of(recordings)["path"].tolist()
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #fc15f3da
-def content_digests(
-    ds: Segments,
-) -> list[str]:  # [n], equal where the samples are; empty where that is not known
-    "Return the content digests of recordings."
+def content_digests(ds: Segments) -> list[str]:
+    "Return digests of recordings, equal where the samples are; empty where that is not known."
     return recordings_table(ds.sources, progress="none")["content"].to_numpy(object)[ds.rows].tolist()
 
 
-def labels_by_content(
-    recordings: Segments,
-    labels: np.ndarray,  # [n] int of `read_human_labels`
-) -> dict[str, int]:  # content -> class; raises DataError if copies of a recording have different labels
-    "Return labels by people, by content digest."
+def labels_by_content(recordings: Segments, labels: np.ndarray) -> dict[str, int]:
+    "Return the labels of `read_human_labels` by content digest; raises DataError if copies of a recording have different labels."
     found: dict[str, int] = {}
     content = content_digests(recordings)
     for i in np.flatnonzero(labels != UNLABELLED).tolist():
@@ -236,11 +156,9 @@ def labels_by_content(
 
 
 def apply_human_labels(
-    recordings: Segments,
-    classes: np.ndarray,  # [n] int
-    labels: Mapping[str, int],  # of `labels_by_content`
+    recordings: Segments, classes: np.ndarray, labels: Mapping[str, int]
 ) -> np.ndarray:  # [n] int64
-    "Replace the classes of recordings whose content people have labelled."
+    "Replace the classes [n] of recordings whose content people have labelled."
     known = zip(content_digests(recordings), classes.tolist())
     return np.array([labels.get(content, k) for content, k in known], np.int64)
 
@@ -286,28 +204,28 @@ class SegmentSubset(Segments):
         self.preloaded = None
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #62a45405
-def source_digest(source: MelDataset) -> str:  # of what it holds
-    "Return the digest of a data set; of files of the earlier system all rows are read."
-    return digest_of(row_digests(source, "none"))
+def source_digests(ds: Segments) -> list[str]:
+    "Return digests of the content of data sets; of files of the earlier system all rows are read."
+    return [digest_of(row_digests(source, "none")) for source in ds.sources]
 
 
-def part_digest(ds: Segments) -> str:  # digest of rows, labels and content of the data sets
-    "Return the digest of the recordings of a part."
+def part_digest(ds: Segments) -> str:
+    "Return the digest of the rows, labels and data sets of a part."
     chosen = (np.ascontiguousarray(a).tobytes() for a in (ds.rows, ds.labels))
-    return digest_of(b"\0".join([*chosen, *(source_digest(s).encode() for s in ds.sources)]))
+    return digest_of(b"\0".join([*chosen, *map(str.encode, source_digests(ds))]))
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #86a57910
-def confident_segments(
-    scores: np.ndarray,  # [n, L] of the leak; NaN: a segment that the recording does not have
-    is_leak: np.ndarray,  # [n] bool, class of each recording
-    share: np.ndarray,  # [n] of the segments that are kept, above 0 to 1
-) -> np.ndarray:  # [n, L] bool
-    "Select the segments whose scores support the class of their recording most clearly."
-    place = np.argsort(
-        np.argsort(np.where(is_leak[:, None], -scores, scores), axis=1, kind="stable"), axis=1, kind="stable"
-    )  # 0: the clearest
-    n_segments = np.count_nonzero(~np.isnan(scores), axis=1)  # missing segments are sorted last
-    most = np.array([segments_needed(n, s) for n, s in zip(n_segments.tolist(), share.tolist())], np.int64)
+def confident_segments(scores: np.ndarray, is_leak: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """Select the share [n], above 0 to 1, of the segments of each recording that support its class [n] bool most clearly.
+
+    By scores [n, L] of the leak, NaN for a segment that the recording does not have; returns [n, L] bool.
+    """
+    order = np.argsort(np.where(is_leak[:, None], -scores, scores), axis=1, kind="stable")
+    place = np.argsort(order, axis=1, kind="stable")  # 0: the clearest; missing segments are sorted last
+    n_segments = np.count_nonzero(~np.isnan(scores), axis=1)
+    most = np.array(
+        [metrics.segments_needed(n, s) for n, s in zip(n_segments.tolist(), share.tolist())], np.int64
+    )
     return place < most[:, None]
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #e0abb96b
@@ -322,39 +240,42 @@ class Selection:
     by_human: np.ndarray  # [n] bool, whose class a person gave
     predicted: np.ndarray  # [n] int64, class that the detector alone would have given
 
-# %% ../../../nbs/learn/retrain/rounds.ipynb #94f0b1c1
+    def table(self, task: Task) -> pd.DataFrame:
+        "A row for each recording: path, class, source of the class, prediction, score, kept long segments and row (both from 0)."
+        names = np.array([*map(show_path, task.model_names), ""], object)  # the last one: left out
+        columns = {
+            "path": list(map(show_path, recording_paths(self.recordings))),
+            "class": names[self.classes],
+            "by": np.where(self.by_human, "human", "prediction"),
+            "predicted": names[self.predicted],
+            "score": [repr(float(s)) for s in self.score],
+            "segments": [" ".join(map(str, np.flatnonzero(kept).tolist())) for kept in self.kept],
+            "row": self.recordings.rows,
+        }
+        return pd.DataFrame(columns)
+
+
 def select_segments(
-    detector: Detector,
-    recordings: Segments,  # level "recording"
-    scores: np.ndarray,  # [n, L, K] of `class_scores`; segments after the end of a recording are ignored
-    human: np.ndarray,  # [n] classes of `read_human_labels`; -2: not labelled
-    *,
-    keep_share: float = 0.5,  # share of the long segments of a pseudo-labelled recording to keep, above 0 to 1
-    keep_share_human: float = 1.0,  # share of the long segments of a recording with a human label to keep; 1: all
+    detector: Detector, recordings: Segments, scores: np.ndarray, human: np.ndarray, rules: RoundRules
 ) -> Selection:
-    "Assign a class to each new recording, and select the segments to train on."
+    "Select segments to train on, by scores [n, L, K] of `class_scores` and by classes [n] of `read_human_labels`, which come first."
     leak = detector.task.leak_in_model
     of_leak = np.where(recordings.segment_mask, scores[..., leak], np.nan)
     score = detector.recording_scores(of_leak)
     is_leak = score >= detector.threshold
     by_human = human != UNLABELLED
-    trusted = confident_segments(of_leak, is_leak, np.full(len(score), keep_share))
+    trusted = confident_segments(of_leak, is_leak, np.full(len(score), rules.keep_share))
     mean = np.where(trusted[..., None], scores, 0).sum(1)
     mean[:, leak] = -np.inf
     predicted = np.where(is_leak, leak, mean.argmax(1))  # else the likeliest other class
     classes = np.where(by_human, human, predicted)
-    kept = confident_segments(of_leak, classes == leak, np.where(by_human, keep_share_human, keep_share))
-    kept[classes == LEFT_OUT] = False
+    share = np.where(by_human, rules.keep_share_human, rules.keep_share)
+    kept = confident_segments(of_leak, classes == leak, share) & (classes != LEFT_OUT)[:, None]
     return Selection(recordings, kept, classes, score, by_human, predicted)
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #e89c0e48
-def draw_replay(
-    old: Segments,  # recordings, with a task
-    share: float = 0.5,  # of them, above 0 to 1
-    seed: int = 0,
-    round_number: int = 1,  # another one draws others
-) -> np.ndarray:  # [n] bool; raises DataError where a class has no recording
-    "Draw whole recordings of the old training data."
+def draw_replay(old: Segments, share: float = 0.5, seed: int = 0, round_number: int = 1) -> np.ndarray:
+    "Draw [n] bool, whole recordings of the old training data; raises DataError where a class has no recording."
     rng = np.random.default_rng([seed, round_number])
     drawn = np.zeros(len(old.rows), bool)
     for k, name in enumerate(old.task.model_names if old.task else ()):
@@ -369,21 +290,6 @@ def draw_replay(
         drawn[rng.permutation(mine)[: max(1, round(share * len(mine)))]] = True
     return drawn
 
-# %% ../../../nbs/learn/retrain/rounds.ipynb #bf6bbdf5
-def selection_csv(selection: Selection, task: Task) -> str:
-    "Return the selection as CSV: path, class, source of the class, prediction, score, kept long segments and row (both from 0)."
-    names = np.array([*map(show_path, task.model_names), ""], object)  # the last one: left out
-    columns = {
-        "path": list(map(show_path, recording_paths(selection.recordings))),
-        "class": names[selection.classes],
-        "by": np.where(selection.by_human, "human", "prediction"),
-        "predicted": names[selection.predicted],
-        "score": [repr(float(s)) for s in selection.score],
-        "segments": [" ".join(map(str, np.flatnonzero(kept).tolist())) for kept in selection.kept],
-        "row": selection.recordings.rows,
-    }
-    return pd.DataFrame(columns).to_csv(index=False)
-
 # %% ../../../nbs/learn/retrain/rounds.ipynb #1ebacb2a
 def weights_digest(detector: Detector) -> str:
     "Return the digest of the weights of a detector."
@@ -392,39 +298,40 @@ def weights_digest(detector: Detector) -> str:
     return digest_of(b"\0".join(f"{name} {v.shape}".encode() + v.tobytes() for name, v in values))
 
 
-def _refit_spectral(old: SpectralClassifier, items: SegmentSubset, seed: int) -> SpectralClassifier:
+def _refit_spectral(old: spectral.SpectralClassifier, items: SegmentSubset, seed: int) -> Any:
     "Fit a spectral classifier on the selected segments."
     rows, first, code = np.unique(items.rows, return_index=True, return_inverse=True)
     mask = np.zeros((len(rows), items.row_shape[0]), bool)
     mask[code, items.numbers % items.row_shape[0]] = True
-    features = spectral_features(items, rows=rows, mask=mask, keep_level=old.settings.keep_level)
-    return fit_spectral(features, items.labels[first], old.settings.n_classes, seed=seed % (1 << 32))
+    x = spectral.spectral_features(items, rows=rows, mask=mask, keep_level=old.settings.keep_level)
+    return spectral.fit_spectral(x, items.labels[first], old.settings.n_classes, seed=seed % (1 << 32))
 
 
 def fine_tune(
     champion: Detector,
     items: SegmentSubset,
-    validation: Segments
-    | None,  # level "recording": selects the best epoch and the thresholds; None: the last epoch, thresholds 0.5
+    # level "recording": selects the best epoch and the thresholds; None: the last epoch, thresholds 0.5
+    validation: Segments | None,
     settings: TrainSettings,  # of `round_settings`
     folder: Path,  # of checkpoints, history and summary of a network
     *,
-    resume: str = "auto",  # as for `train`
+    resume: str = "auto",
     device: str = "cpu",
     checkpoints: CheckpointSettings | None = None,
     show: str = "auto",  # as for Progress
-) -> Detector:  # raises what `train` raises
-    "Train a challenger: a network starts from the weights of the champion, a spectral classifier is fitted again."
+) -> Detector:
+    "Train a challenger: a network starts from the weights of the champion, a spectral classifier is fitted again. Raises as `train`."
     members: list[Any] = []
     record = champion.record
     for member in champion.members:
-        if isinstance(member, SpectralClassifier):
+        if isinstance(member, spectral.SpectralClassifier):
             members.append(_refit_spectral(member, items, settings.seed))
             continue
+        weights = weights_digest(replace(champion, classifier=member))
         learned = [
-            weights_digest(replace(champion, classifier=member)),
+            weights,
             digest_of(items.numbers.tobytes() + items.labels.tobytes()),
-            *map(source_digest, items.sources),
+            *source_digests(items),
         ]
         identity = {
             "task": json.dumps(asdict(champion.task)),
@@ -440,42 +347,41 @@ def fine_tune(
             return tuned
         record = tuned.record
         members.append(tuned.classifier)
-    classifier: Classifier = members[0]
-    if isinstance(champion.classifier, BlendClassifier):
-        classifier = BlendClassifier(champion.classifier.settings, members)
+    blend: Any = champion.classifier
+    parts = [ds for ds in (items, validation) if ds is not None]
     challenger = replace(
         champion,
-        classifier=classifier,
+        classifier=type(blend)(blend.settings, members) if champion.kind == "blend" else members[0],
         record=record,
-        provenance=champion.provenance | provenance_of(ds for ds in (items, validation) if ds is not None),
+        provenance=champion.provenance | card.provenance_of(parts),
         held_out=None,  # those of the champion, as its evaluations
         evaluations=(),
     )
-    rule = DecisionRule() if settings.vote == "auto" else DecisionRule(settings.vote, settings.vote_share)
     if validation is None:
-        return replace(challenger, **rule.options())
-    segments = score_rows(challenger, validation, device=device)
-    rule = choose_rule(validation.is_leak, segments, settings.vote, settings.vote_share)
+        vote: tuple[Any, ...] = () if settings.vote == "auto" else (settings.vote, settings.vote_share)
+        return replace(challenger, **metrics.DecisionRule(*vote).options())
+    scores = score_rows(challenger, validation, device=device)
+    rule = metrics.choose_rule(validation.is_leak, scores, settings.vote, settings.vote_share)
     challenger = replace(challenger, **rule.options())
-    groups = recording_groups(recordings_of(validation))
-    held_out = HeldOutScores(
-        np.clip(challenger.recording_scores(segments), 0, 1),
+    groups = significance.recording_groups(recordings_of(validation))
+    challenger.held_out = metrics.HeldOutScores(
+        np.clip(challenger.recording_scores(scores), 0, 1),
         validation.is_leak,
         groups.code.astype(np.int64),
         groups.by,
-        f"{len(validation.rows):,} validation recordings",
+        f"{len(scores):,} validation recordings",
     )
-    return replace(challenger, held_out=held_out)
+    return challenger
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #8910e3f1
 @dataclass(frozen=True, eq=False)
 class Comparison:
     "Comparison of champion and challenger on the test recordings."
 
-    groups: Groups
-    champion: ScoredModel
-    challenger: ScoredModel
-    differences: dict[str, Difference]  # of each figure, challenger minus champion
+    groups: significance.Groups
+    champion: significance.ScoredModel
+    challenger: significance.ScoredModel
+    differences: dict[str, significance.Difference]  # of each figure, challenger minus champion
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -489,37 +395,32 @@ class Comparison:
             "differences": {f: d.summary for f, d in self.differences.items()},
         }
 
-# %% ../../../nbs/learn/retrain/rounds.ipynb #bddbb1a9
+
 def compare_models(
-    truth: np.ndarray,  # [n] bool, both of them
-    groups: Groups,
-    champion: Detector,
-    challenger: Detector,
-    scores: tuple[np.ndarray, np.ndarray],  # [n, L] of champion and challenger
-    rules: RoundRules,  # of which the bootstrap draws count
+    truth: np.ndarray,  # [n] bool
+    groups: significance.Groups,
+    models: Mapping[str, tuple[Detector, np.ndarray]],  # "champion" and "challenger": [n, L] scores
+    rules: RoundRules,
 ) -> Comparison:
     "Compare two detectors on the same recordings, each with its own vote and threshold."
-    boot = Bootstrap(truth, groups, n_draws=rules.n_draws, seed=rules.seed)
+    boot = significance.Bootstrap(truth, groups, n_draws=rules.n_draws, seed=rules.seed)
     one, other = (
-        score_model(
+        significance.score_model(
             boot,
-            d.recording_scores(s),
+            d.recording_scores(scores),
             name=name,
             title=name,
             threshold=d.threshold,
             threshold_from=d.threshold_from,
         )
-        for name, d, s in zip(("champion", "challenger"), (champion, challenger), scores)
+        for name, (d, scores) in models.items()
     )
-    return Comparison(groups, one, other, differences(boot, other, one))
+    return Comparison(groups, one, other, significance.differences(boot, other, one))
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #238bb84c
-def decide(
-    testing: Comparison,
-    figure: str = "auc",  # of FIGURES
-) -> tuple[bool, str]:  # whether the challenger wins, and why, a sentence
-    "Decide whether the challenger replaces the champion."
-    name, d = figure_title(figure), testing.differences[figure]
+def decide(testing: Comparison, figure: str = "auc") -> tuple[bool, str]:
+    "Decide by a figure whether the challenger replaces the champion, and why, in a sentence."
+    name, d = significance.figure_title(figure), testing.differences[figure]
     reasons = {
         f"{name} is undefined on testing": not np.isfinite(d.value),
         f"{name} {d.value:+.3f}, but there is no interval ({d.interval.note})": not d.interval.known,
@@ -531,27 +432,16 @@ def decide(
             return False, f"The champion stays: {reason}."
     return True, f"The challenger replaces the champion: {name} {d} on testing."
 
-
-def test_set_reuse_note(
-    n: int,  # challengers compared on the test set in one folder of rounds, at least 1
-) -> str:
-    "Return a note on the number of comparisons on a test set."
-    return (
-        f"In this folder, {n:,} challenger{' has' if n == 1 else 's have'} been compared on these test recordings. "
-        f"If none were better, the probability that {'it' if n == 1 else 'at least one of them'} is called better by chance would be about {1 - 0.975**n:.1%}."
-    )
-
 # %% ../../../nbs/learn/retrain/rounds.ipynb #a8bda1d5
 def check_overlap(
-    trained_on: Mapping[str, Segments],  # name of each part that is learned from, or that chose thresholds
-    evaluated: Segments,
-    provenance: Provenance | None = None,  # training recordings of the champion
-) -> list[str]:  # stamps on what training and test share; raises DataError for shared recordings
-    "Find what identifies training recordings in the test data: contents, sensors, file names, sessions ..."
-    tables = (
-        recordings_table(ds.sources, progress="none").iloc[ds.rows]
-        for ds in (*trained_on.values(), evaluated)
-    )
+    trained_on: Mapping[str, Segments], evaluated: Segments, provenance: card.Provenance | None = None
+) -> list[str]:
+    """Return stamps on what identifies recordings of training, or of the champion's, in the test data; raises DataError for the recordings.
+
+    They may share sensors, file names, sessions ...
+    """
+    parts = (*trained_on.values(), evaluated)
+    tables = [recordings_table(ds.sources, progress="none").iloc[ds.rows] for ds in parts]
     both = pd.concat(tables, ignore_index=True)
     part = (np.arange(len(both)) >= len(both) - len(evaluated.rows)).astype(np.int64)
     found = find_shared(both, part, (f"training data ({', '.join(trained_on)})", "testing"))
@@ -562,7 +452,7 @@ def check_overlap(
             found=str(twice[0]),
             remedy="remove them from one of the two: a detector must not be evaluated on its training recordings",
         )
-    overlap = find_overlap(provenance or Provenance(), evaluated)
+    overlap = card.find_overlap(provenance or card.Provenance(), evaluated)
     known = [overlap.text] if overlap is not None and overlap.n_in_training else []
     return [f"{LEAKY_SPLIT} testing: {text}" for text in (*found, *known)]
 
@@ -578,31 +468,17 @@ def _part_record(ds: Segments) -> dict[str, Any]:
 
 
 def items_record(
-    parts: Mapping[str, Segments],  # of `open_parts`
-    task: Task,
-    selection: Selection,  # of the new recordings
-    replayed: np.ndarray,  # [n, L] int64, class of each replayed long segment; -1: none
+    parts: Mapping[str, Segments], task: Task, selection: Selection, replayed: np.ndarray
 ) -> dict[str, Any]:
-    "Return the training items and their recordings as plain values."
-    new, by_human = parts["new recordings"], selection.by_human
-    names = [*map(show_path, task.model_names), ""]  # the last one: left out
-    paths, content = recording_paths(new), content_digests(new)
-    people = [
-        {
-            "path": show_path(paths[k]),
-            "class": names[selection.classes[k]],
-            "predicted": names[selection.predicted[k]],
-            "content": content[k],  # which samples that is about, empty where that is not known
-        }
-        for k in np.flatnonzero(by_human).tolist()
-    ]
-    sources = [{"path": os.path.abspath(s.path), "digest": source_digest(s)} for s in new.sources]
+    "Return the training items, of which [n, L] are classes of replayed segments, and their recordings as plain values."
+    new, by_human, is_replayed = parts["new recordings"], selection.by_human, replayed != LEFT_OUT
+    people = selection.table(task).assign(content=content_digests(new))[by_human]  # "": not known
+    paths = [os.path.abspath(s.path) for s in new.sources]
     of_class = {name: selection.classes == k for k, name in enumerate(task.model_names)}
-    is_replayed = replayed != LEFT_OUT
     return {
         "new": _part_record(new)
         | {
-            "sources": sources,
+            "sources": [{"path": p, "digest": d} for p, d in zip(paths, source_digests(new))],
             "left_to_replay": int(np.count_nonzero((selection.classes == LEFT_OUT) & ~by_human)),
         },
         "old": _part_record(parts["replay"]),
@@ -619,16 +495,12 @@ def items_record(
         },
         "overruled": int(np.count_nonzero(by_human & (selection.classes != selection.predicted))),
         "replay": {"recordings": int(is_replayed.any(1).sum()), "segments": int(is_replayed.sum())},
-        "human_labels": people,
+        "human_labels": people[["path", "class", "predicted", "content"]].to_dict("records"),
     }
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #f2cceca1
-class EarlierLabelsWarning(UserWarning):
-    "Warning: the record of an earlier round is missing, so its labels by people are not known."
-
-
 @contextmanager
-def record_errors(path: Path, remedy: str) -> Iterator[None]:
+def record_errors(path: Path) -> Iterator[None]:
     "Raise a DataError for an error in reading the record of a round."
     try:
         yield
@@ -638,26 +510,21 @@ def record_errors(path: Path, remedy: str) -> Iterator[None]:
             code="not-a-round",
             path=path,
             found=f"{type(e).__name__}: {show_path(str(e)[:100])}",
-            remedy=remedy,
+            remedy="restore it from a copy, or move it away: decision and labels of this round are then not known",
         ) from e
 
 
-def earlier_labels(
-    folder: Path,  # of all rounds
-    lineage: Lineage | None,  # None: no round was begun
-    task: Task,
-) -> dict[str, int]:  # as of `labels_by_content`; raises DataError for a damaged record
-    "Return the labels by people of the rounds whose challenger became champion."
+def earlier_labels(folder: Path, champions: Sequence[Champion], task: Task) -> dict[str, int]:
+    "Return the labels by people, as `labels_by_content`, of the rounds whose challenger became champion; raises DataError."
     found: dict[str, int] = {}
     known = {show_path(name): k for k, name in enumerate(task.model_names)} | {"": LEFT_OUT}
-    remedy = "restore it from a copy, or move it away: its labels by people are then not known"
-    for champion in lineage.champions[1:] if lineage else ():
-        path = round_folder(folder, champion.round) / RECORD
+    for champion in champions[1:]:
+        path = round_folder(folder, champion.round) / files.RECORD
         if not os.path.lexists(path):
             text = f"{show_path(path)} is missing: the labels by people of this round are not known"
-            warnings.warn(text, EarlierLabelsWarning, stacklevel=3)
+            warnings.warn(text, stacklevel=3)
             continue
-        with record_errors(path, remedy):
+        with record_errors(path):
             given = ((p["content"], p["class"]) for p in read_own_json(path)["human_labels"])
             found |= {content: known[name] for content, name in given if content and name in known}
     return found
@@ -680,16 +547,17 @@ class Round(RowTable):
     def table(self) -> pd.DataFrame:
         "Figures of both on the test set, as a table."
         duel = self.duels["testing"]
-        rows = {
-            figure_title(f): (duel.champion.figures[f], duel.challenger.figures[f], str(d))
-            for f, d in duel.differences.items()
+        columns = {
+            "champion": duel.champion.figures,
+            "challenger": duel.challenger.figures,
+            "difference": {f: str(d) for f, d in duel.differences.items()},
         }
-        return pd.DataFrame.from_dict(rows, orient="index", columns=["champion", "challenger", "difference"])
+        return pd.DataFrame(columns).rename(significance.figure_title)
 
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
         r, duel = self.record, self.duels["testing"]
-        figure = r["rules"]["metric"]
+        figure, again = r["rules"]["metric"], r["replay"]
         new = [
             f"{show_path(k)} {c['recordings']:,} recordings, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
             for k, c in r["kept"].items()
@@ -704,43 +572,38 @@ class Round(RowTable):
             *(("BEWARE", stamp) for stamp in r["stamps"]),
             ("decision", self.reason),
             ("new", "; ".join(new)),
-            (
-                "replayed",
-                f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments",
-            ),
+            ("replayed", f"{again['recordings']:,} old recordings, {again['segments']:,} segments"),
             ("testing", f"{figure} {both}, difference {duel.differences[figure]}"),
-            ("record", show_path(self.folder / RECORD)),
+            ("record", show_path(self.folder / files.RECORD)),
         ]
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #3d1b41a7
 def save_champion(folder: Path, number: int, detector: Detector) -> Champion:
     "Write the model of a round, and return its entry as a champion."
-    file = detector.save(round_folder(folder, number) / MODEL)
+    file = detector.save(round_folder(folder, number) / files.MODEL)
     return Champion(number, digest_of(file.read_bytes()), weights_digest(detector))
 
 
-def finish_interrupted_round(
-    folder: Path,
-) -> (
-    Lineage | None
-):  # None: no round was begun; raises DataError for a damaged record or a changed challenger
-    "Read the champion, and carry out the decision of a round that was interrupted after its record."
-    lineage = read_lineage(folder)
-    number = max(finished_rounds(folder), default=0)
+def finish_interrupted_round(folder: Path) -> Lineage | None:
+    """Read the champion, and carry out the decision of a round that was interrupted after its record.
+
+    Returns None where no round was begun; raises DataError for a damaged record or a changed challenger.
+    """
+    lineage = files.read_lineage(folder)
+    number = max(files.finished_rounds(folder), default=0)
     if lineage is None or number <= lineage.current.round:
         return lineage
-    remedy = "move the folder of this round away; the champion before this round stays champion"
-    path = round_folder(folder, number) / RECORD
-    with record_errors(path, remedy):
+    path = round_folder(folder, number) / files.RECORD
+    with record_errors(path):
         record = read_own_json(path)
         if not record["replaced"] or record["champion"] != asdict(lineage.current):
             return lineage
         winner = Champion(**record["challenger"])
         if winner.round != number:
             raise ValueError(f"a challenger of round {winner.round}")
-    require_digest(folder / winner.model, winner.digest)
+    files.require_digest(folder / winner.model, winner.digest)
     lineage = lineage.follow(winner)
-    write_lineage(folder, lineage)
+    files.write_lineage(folder, lineage)
     return lineage
 
 
@@ -759,14 +622,7 @@ def choose_items(
     if human is not None:
         labels = read_human_labels(human, new, champion.task)
     known = {**earlier, **labels_by_content(new, labels)}
-    found = select_segments(
-        champion,
-        new,
-        scores,
-        apply_human_labels(new, labels, known),
-        keep_share=rules.keep_share,
-        keep_share_human=rules.keep_share_human,
-    )
+    found = select_segments(champion, new, scores, apply_human_labels(new, labels, known), rules)
     held = set(content_digests(old)) - {""}
     left = np.array([c in held for c in content_digests(new)], bool) & ~found.by_human
     found = replace(found, kept=found.kept & ~left[:, None], classes=np.where(left, LEFT_OUT, found.classes))
@@ -784,26 +640,30 @@ def choose_items(
 
 def conclude(
     folder: Path,  # of all rounds
-    number: int,
     lineage: Lineage,
     champion: Detector,
     challenger: Detector,
     selection: Selection,
     found: Comparison,
-    facts: Mapping[str, Any],  # more entries of the record: rules, settings, what was learned
+    facts: Mapping[str, Any],  # entries of the record: number, rules, settings, what was learned
     show: str,  # as for Progress
 ) -> Round:
     "Decide, write the record, and replace the champion if the challenger wins."
+    number = facts["number"]
     here = round_folder(folder, number)
     replaced, why = decide(found, facts["rules"]["metric"])
-    reason = f"{why} {test_set_reuse_note(number)}"
+    which = "it" if number == 1 else "at least one of them"
+    reason = (
+        f"{why} In this folder, {number:,} challenger{' has' if number == 1 else 's have'} been compared on these test "
+        f"recordings. If none were better, the probability that {which} is called better by chance would be about {1 - 0.975**number:.1%}."
+    )
     challenger.record = challenger.record | {
         "training": {"new": facts["kept"], "replayed_segments": facts["replay"]["segments"]},
         "round": {"number": number, "champion": asdict(lineage.current)},
     }
     winner = save_champion(folder, number, challenger)
-    update_card(challenger, here / MODEL)
-    kept = selection_csv(selection, champion.task).encode("utf-8", "backslashreplace")
+    cards.update_card(challenger, here / files.MODEL)
+    kept = selection.table(champion.task).to_csv(index=False).encode("utf-8", "backslashreplace")
     record = {
         "format": "leakmel round 3",
         "number": number,
@@ -818,35 +678,25 @@ def conclude(
         **facts,
     }
     write_whole(here / "kept.csv", kept)
-    write_whole(here / RECORD, sealed_json(record))
+    write_whole(here / files.RECORD, sealed_json(record))
     if replaced:  # after the record, from which an interrupted round is finished
-        write_lineage(folder, lineage.follow(winner))
+        files.write_lineage(folder, lineage.follow(winner))
     rmtree(here / "checkpoints", ignore_errors=True)  # the round is over
     announce(reason, show=show)
-    return Round(
-        number=number,
-        folder=here,
-        replaced=replaced,
-        reason=reason,
-        champion=challenger if replaced else champion,
-        challenger=challenger,
-        selection=selection,
-        duels={"testing": found},
-        record=record,
-    )
+    after = challenger if replaced else champion
+    return Round(number, here, replaced, reason, after, challenger, selection, {"testing": found}, record)
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #7068179a
 def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.PathLike | None) -> Detector:
     "Return the champion of a folder, or the given detector before the first round."
-    first = load_detector(model_file(given)) if isinstance(given, (str, os.PathLike)) else given
+    first = load_detector(files.model_file(given)) if isinstance(given, (str, os.PathLike)) else given
     if lineage is None:
         if first is None:
             raise UsageError(
                 "the folder has no champion yet",
                 code="champion-missing",
                 path=folder,
-                expected="a detector, or the file of one",
-                remedy="name the first champion (champion=, --champion)",
+                remedy="name the first champion, a detector or the file of one (champion=, --champion)",
             )
         return first
     if first is not None and weights_digest(first) not in [c.weights for c in lineage.champions]:
@@ -857,12 +707,10 @@ def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.
             found=repr(lineage),
             remedy="use champion=None to continue with the champion of the folder, or name another folder",
         )
-    return load_champion(folder)
+    return load_detector(files.champion_file(folder))
 
 
-def _check_test_set(
-    folder: Path, lineage: Lineage | None, champion: Detector, parts: Mapping[str, Segments]
-) -> str:
+def _check_test_set(folder: Path, lineage: Lineage | None, parts: Mapping[str, Segments]) -> str:
     "Check the test recordings and return their digest."
     for name in [name for name in ("testing", "validation") if name in parts]:
         is_leak = parts[name].is_leak
@@ -872,7 +720,6 @@ def _check_test_set(
                 code="class-missing",
                 found=f"{int(is_leak.sum()):,} leaks in {len(is_leak):,} recordings",
                 expected="leaks and others",
-                remedy="use test recordings of both classes",
             )
     digest = digest_of(part_digest(parts["testing"]).encode())
     if lineage is not None and lineage.testing != digest:
@@ -886,23 +733,17 @@ def _check_test_set(
 
 
 def retrain(
-    champion: Detector
-    | str
-    | os.PathLike
-    | None,  # first champion, its file or folder; in later rounds None: the current champion of `out`
+    champion: Detector | str | os.PathLike | None,  # first champion, or its file; later None: that of `out`
     new_data: Part,  # recordings to train on; their labels are not read
     *,
     replay: Part,  # old training recordings, of which a share is replayed
     testing: Part,  # test recordings that decide, the same in all rounds; never trained on
     out: str | os.PathLike,  # folder of all rounds
-    human_labels: str
-    | os.PathLike
-    | None = None,  # table with path and label of new recordings; these labels override predicted ones
-    validation: Part
-    | None = None,  # selects the best epoch and the thresholds; None: the last epoch, thresholds 0.5
-    settings: TrainSettings
-    | Mapping[str, Any]
-    | None = None,  # as for `round_settings`: settings, or changes to the default settings by name
+    # table with path and label of new recordings; these labels override predicted ones
+    human_labels: str | os.PathLike | None = None,
+    validation: Part | None = None,  # selects the best epoch and the thresholds; None: the last one, 0.5
+    # None: those of the champion, a third of the epochs, a quarter of the learning rate; names change these
+    settings: TrainSettings | Mapping[str, Any] | None = None,
     rules: RoundRules | None = None,  # None: the defaults
     group: Group = "sensor",  # groups of the test recordings that are resampled as a whole
     resume: str = "auto",  # resume an interrupted round: "auto", "always" or "never"
@@ -915,15 +756,10 @@ def retrain(
 
     Comparisons on the test recordings are counted in `out` only; other uses of them are not known."""
     if resume not in RESUME:
-        raise UsageError(
-            "the value of resume is unknown",
-            code="unknown-value",
-            found=repr(resume),
-            expected=", ".join(RESUME),
-        )
+        raise UsageError("resume is unknown", code="unknown-value", found=resume, expected=", ".join(RESUME))
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = user_path(out)
-    device = pick_device(device)
+    device = files.pick_device(device)
     rules = rules or RoundRules()
 
     def scored(score: Callable[..., np.ndarray], detector: Detector, ds: Segments, label: str) -> np.ndarray:
@@ -932,23 +768,24 @@ def retrain(
 
     with folder_lock(folder, "round"):
         lineage = finish_interrupted_round(folder)
-        before = [*finished_rounds(folder), *(c.round for c in (lineage.champions if lineage else ()))]
-        number = max(before, default=0) + 1
+        champions = () if lineage is None else lineage.champions
+        number = 1 + max([0, *files.finished_rounds(folder), *(c.round for c in champions)])
         holder = _champion(folder, lineage, champion)
-        with open_parts(holder, new_data, replay, testing, validation) as parts:
-            digest = _check_test_set(folder, lineage, holder, parts)
+        given = {"new recordings": new_data, "replay": replay, "validation": validation, "testing": testing}
+        with open_parts(holder, given) as parts:
+            digest = _check_test_set(folder, lineage, parts)
             own = round_settings(holder, settings)
-            new, test = parts["new recordings"], parts["testing"]
-            groups = recording_groups(recordings_of(test), group)
-            earlier = earlier_labels(folder, lineage, holder.task)
-            stamps = check_overlap(
-                {name: ds for name, ds in parts.items() if name != "testing"}, test, holder.provenance
-            )
+            new, test, chosen_by = parts["new recordings"], parts["testing"], parts.get("validation")
+            groups = significance.recording_groups(recordings_of(test), group)
+            earlier = earlier_labels(folder, champions, holder.task)
+            learned = {name: ds for name, ds in parts.items() if name != "testing"}
+            stamps = check_overlap(learned, test, holder.provenance)
             if stamps and not allow_leaky_split:
                 warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=2)
             scores = scored(class_scores, holder, new, "predicting")
             selection, again = choose_items(holder, parts, scores, human_labels, earlier, rules, number)
             facts = {
+                "number": number,
                 "stamps": stamps,
                 "rules": asdict(rules),
                 "settings": json.loads(json.dumps(asdict(own))),
@@ -956,16 +793,15 @@ def retrain(
             }
             if lineage is None:
                 lineage = Lineage((save_champion(folder, 0, holder),), digest)
-                write_lineage(folder, lineage)
+                files.write_lineage(folder, lineage)
             taught = np.where(selection.kept, selection.classes[:, None], LEFT_OUT)
             pieces = [(new, taught), (parts["replay"], again)]
             items = SegmentSubset(pieces, holder.task, preload_to_ram=own.preload_to_ram, progress=show)
             how: dict[str, Any] = dict(resume=resume, device=device, checkpoints=checkpoints, show=show)
-            here = round_folder(folder, number)
-            challenger = fine_tune(holder, items, parts.get("validation"), own, here, **how)
-            both = (
-                scored(score_rows, holder, test, "testing, champion"),
-                scored(score_rows, challenger, test, "testing, challenger"),
-            )
-            found = compare_models(test.is_leak, groups, holder, challenger, both, rules)
-            return conclude(folder, number, lineage, holder, challenger, selection, found, facts, show)
+            challenger = fine_tune(holder, items, chosen_by, own, round_folder(folder, number), **how)
+            models = {
+                "champion": (holder, scored(score_rows, holder, test, "testing, champion")),
+                "challenger": (challenger, scored(score_rows, challenger, test, "testing, challenger")),
+            }
+            found = compare_models(test.is_leak, groups, models, rules)
+            return conclude(folder, lineage, holder, challenger, selection, found, facts, show)

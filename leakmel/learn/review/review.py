@@ -22,44 +22,21 @@ from markupsafe import Markup
 
 import leakmel
 
-from leakmel.audio.problems import CLIPPED_SHARE, read_content
-from leakmel.audio.labels import (
-    SKIPPED,
-    UNSURE,
-    CurrentLabels,
-    Decision,
-    append_decision,
-    current_labels,
-    login_name,
-    now_utc,
-    read_decisions,
-)
+from leakmel.audio import labels as label_table
+from leakmel.audio.labels import SKIPPED, UNSURE, CurrentLabels, Decision
 from leakmel.audio.manifest import Manifest
+from leakmel.audio.problems import CLIPPED_SHARE, read_content
 from leakmel.audio.tables import csv_table, read_text, row_error, table_number
 from leakmel.audio.wav import read_wav
 from leakmel.core.comparison import match_texts, text_key
-from leakmel.core.errors import (
-    DataError,
-    LeakmelError,
-    MissingPackageError,
-    RecordingError,
-    UsageError,
-    show_path,
-    write_error,
-)
+from leakmel.core.errors import DataError, LeakmelError, MissingPackageError, UsageError, show_path
+from leakmel.core.files import write_errors
 from leakmel.core.parameters import Kinds
 from leakmel.core.run_plan import run_folder, user_path
 from leakmel.dataset.run.pipeline import find_data
 from leakmel.insight.explore import shows_controls
 from leakmel.insight.page_figures import filled, playback, player_html, spectrogram_svg
-from leakmel.learn.embed.embed import (
-    Embeddings,
-    embed_recordings,
-    listed,
-    open_embedder,
-    opened_model,
-    similar,
-)
+from leakmel.learn.embed import embed
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.predict.predict import predict
 from leakmel.learn.predict.readers import find_recordings
@@ -93,10 +70,11 @@ def _score_row(row: Mapping[str, str], kind: str, delimiter: str) -> ScoreRow:  
     return path, {"score": score, "threshold": threshold, "segment_scores": segments, "segment_s": segment_s}
 
 
-def read_score_table(
-    file: str | os.PathLike,  # CSV
-) -> tuple[str, list[ScoreRow]]:  # kind: "held out", "suggestions" or "predictions"; rows
-    "Read scores that `leakmel predict`, `leakmel review --suggest` or a cross-validation wrote; raises DataError that names the line."
+def read_score_table(file: str | os.PathLike) -> tuple[str, list[ScoreRow]]:
+    """Read scores that `leakmel predict`, `leakmel review --suggest` or a cross-validation wrote; raises DataError that names the line.
+
+    Returns the kind of the table, "held out", "suggestions" or "predictions", and its rows.
+    """
     file = Path(os.path.abspath(file))
     table = csv_table(file, read_text(file), set().union(*_KINDS.values()))
     kind = next((name for name, columns in _KINDS.items() if columns <= set(table.columns)), None)
@@ -171,35 +149,23 @@ def _row(path: bytes, label: str, sensor: str, facts: Any, **scores: Any) -> dic
     }
 
 
-def _scored(
-    folder: Path, detector: Detector, **given: Any
-) -> tuple[list[dict[str, Any]], int]:  # rows, and the number of rejected files
-    "Score the recordings by a detector, and by each part of a blend."
+def _scored(folder: Path, detector: Detector, **given: Any) -> tuple[list[dict[str, Any]], int]:
+    "Score the recordings by a detector, and by each part of a blend; returns rows, and the number of rejected files."
     done = predict(folder, detector, **given)
     by_path: dict[bytes, dict[str, float]] = {}
     for part in detector.members if len(detector.members) > 1 else ():
         for s in predict(folder, replace(detector, classifier=part), **given).scored:
             by_path.setdefault(s.path, {})[part.kind] = done.rule.score(s.segment_scores)
-    rows = [
-        _row(
-            s.path,
-            s.label,
-            s.sensor,
-            s.facts,
-            score=done.rule.score(s.segment_scores),
-            threshold=done.rule.threshold,
-            segment_scores=tuple(s.segment_scores.tolist()),
-            segment_s=done.spec.long_hop / done.spec.sample_rate,
-            by_kind=by_path.get(s.path, {}),
-        )
-        for s in done.scored
-    ]
+    rule, segment_s = done.rule, done.spec.long_hop / done.spec.sample_rate
+    rows = []
+    for s in done.scored:
+        scores = {"score": rule.score(s.segment_scores), "segment_scores": tuple(s.segment_scores.tolist())}
+        scores |= {"threshold": rule.threshold, "segment_s": segment_s, "by_kind": by_path.get(s.path, {})}
+        rows.append(_row(s.path, s.label, s.sensor, s.facts, **scores))
     return rows, len(done.rejections)
 
 
-def _add_table(
-    rows: list[dict[str, Any]], folder: Path, file: str | os.PathLike, given: list[ScoreRow]
-) -> None:
+def _add_table(rows: list[dict[str, Any]], folder: Path, file: Any, given: list[ScoreRow]) -> None:
     "Add what a table says to the recordings whose path it names, whole or without the first folders."
     places: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
@@ -226,16 +192,16 @@ def review_recordings(
     model: str | os.PathLike | Detector | None = None,  # as for `predict`; None: no scores of a detector
     *,
     tables: Sequence[str | os.PathLike] = (),  # scores.csv of `leakmel predict`, cross_validation.csv
-    manifest: Manifest | None = None,  # result of `scan`: the listed recordings only, with its labels
+    manifest: Manifest | None = None,  # result of `scan`: the embed.listed recordings only, with its labels
     leak_label: str = "",  # "": the detector's, or LEAK
     device: str = "auto",
     progress: str = "auto",
-) -> ReviewRecordings:  # raises LeakmelError
-    "Read the recordings of a folder, and collect labels and scores."
+) -> ReviewRecordings:
+    "Read the recordings of a folder, and collect labels and scores; raises LeakmelError."
     tables_read = [(file, read_score_table(file)[1]) for file in tables]
     root = Path(os.path.abspath(folder))
     given: dict[str, Any] = {"manifest": manifest, "progress": progress}
-    detector = opened_model(model)
+    detector = embed.opened_model(model)
     if detector is None:
         found = find_recordings(root, **given)
         facts = read_content([found.listing], progress=progress)[0].to_dict("records")
@@ -364,9 +330,8 @@ def make_queue(
 ) -> ReviewQueue:  # raises UsageError
     "Order the recordings of a queue; without those that are decided or skipped, and without copies: a decision counts for all."
     if name not in QUEUES:
-        raise UsageError(
-            "the queue is unknown", code="unknown-choice", found=repr(name), expected=", ".join(QUEUES)
-        )
+        names = ", ".join(QUEUES)
+        raise UsageError("the queue is unknown", code="unknown-choice", found=repr(name), expected=names)
     if n < 1:
         raise UsageError("a queue needs at least one recording", code="out-of-range", found=n)
     if why := lacking(found, name):
@@ -427,7 +392,7 @@ class ReviewSession:
     ):
         self.found = found
         self.labels = Path(os.path.abspath(os.path.expanduser(labels)))
-        self.by = by.strip() or login_name()
+        self.by = by.strip() or label_table.login_name()
         self.other_label = other_label or other_label_of(found)
         self.n = n
         self.seed = seed
@@ -435,10 +400,10 @@ class ReviewSession:
 
     def read(self) -> None:
         "Read the decisions of all people."
-        given = read_decisions(self.labels) if os.path.lexists(self.labels) else []
+        given = label_table.read_decisions(self.labels) if os.path.lexists(self.labels) else []
         means = match_texts({d.path for d in given}, (r.path for r in self.found.recordings))
         self.decisions = [replace(d, path=means.get(d.path, d.path)) for d in given]
-        self.current = current_labels(self.decisions)
+        self.current = label_table.current_labels(self.decisions)
 
     def _last(self, recording: Any) -> Decision | None:
         "The last decision of this person."
@@ -450,9 +415,8 @@ class ReviewSession:
         self.read()
         mine = [(r.digest, self._last(r)) for r in self.found.recordings]
         skipped = [digest for digest, d in mine if d and not d.label and d.note.startswith(SKIP_NOTE)]
-        self.queue: ReviewQueue = make_queue(
-            self.found, name, self.n, current=self.current, skipped=skipped, seed=self.seed
-        )
+        given: dict[str, Any] = {"current": self.current, "skipped": skipped, "seed": self.seed}
+        self.queue: ReviewQueue = make_queue(self.found, name, self.n, **given)
         self.n_before = len({d.key for d in self.decisions if d.by == self.by})
         self.position = 0
         # decisions that can be undone: position, decision, and the last label by the same person
@@ -471,21 +435,20 @@ class ReviewSession:
         return recording.label, "folder" if recording.label else ""
 
     def _store(self, recording: Any, label: str, note: str, by: str) -> Decision:
-        decision = Decision(recording.path, recording.digest, label, by, now_utc(), note)
-        append_decision(self.labels, decision)
+        decision = Decision(recording.path, recording.digest, label, by, label_table.now_utc(), note)
+        label_table.append_decision(self.labels, decision)
         try:
             self.read()  # with those of other people
         except DataError:  # somebody damaged the table just now; the decision is stored
             self.decisions.append(decision)
-            self.current = current_labels(self.decisions)
+            self.current = label_table.current_labels(self.decisions)
         return decision
 
-    def act(
-        self,
-        name: str,  # "leak", "no_leak", "unsure", "skip" or "undo"
-        note: str = "",
-    ) -> None:  # raises DataError, OutputError: then the recording stays
-        "Do what a button of the page says: store a decision and go to the next recording, or undo."
+    def act(self, name: str, note: str = "") -> None:
+        """Do what a button of the page says, "leak", "no_leak", "unsure", "skip" or "undo": store a decision and go on, or undo.
+
+        Raises DataError, OutputError: then the recording stays.
+        """
         labels = {
             "leak": self.found.leak_label,
             "no_leak": self.other_label,
@@ -512,14 +475,11 @@ class ReviewSession:
     @property
     def progress(self) -> str:
         "How far the queue is, and how many decisions on it change a label; a sentence."
-        pairs = [(self.queue.items[at].label, d.label) for at, d, _ in self.steps]
-        n_changed = sum(
-            _label_key(old) != _label_key(new) for old, new in pairs if old and new not in (SKIPPED, UNSURE)
-        )
-        before = (
-            f"; {self.n_before:,} recordings decided by {show_path(self.by)} earlier" if self.n_before else ""
-        )
-        return f"{self.position:,} of {len(self.queue.items):,}; {n_changed:,} labels changed{before}"
+        decided = [(at, d.label) for at, d, _ in self.steps if d.label not in (SKIPPED, UNSURE)]
+        pairs = [(self.queue.items[at].label, new) for at, new in decided]
+        n_changed = sum(old != "" and _label_key(old) != _label_key(new) for old, new in pairs)
+        earlier = f"; {self.n_before:,} recordings decided by {show_path(self.by)} earlier"
+        return f"{self.position:,} of {len(self.queue.items):,}; {n_changed:,} labels changed{earlier * (self.n_before > 0)}"
 
     @property
     def disagreements(self) -> list[str]:
@@ -536,44 +496,38 @@ N_NEIGHBOURS = 5
 N_SIMILAR = 5
 
 
-def neighbours_of(
-    found: ReviewRecordings, index: int, n: int = N_NEIGHBOURS
-) -> list[int]:  # [] where the sensor is not known
-    "Return other recordings of the same sensor, the nearest in the listing first."
+def neighbours_of(found: ReviewRecordings, index: int, n: int = N_NEIGHBOURS) -> list[int]:
+    "Return other recordings of the same sensor, if it is known, the nearest in the listing first."
     own, all_of_them = found.recordings[index], enumerate(found.recordings)
     others = [i for i, r in all_of_them if own.sensor and r.sensor == own.sensor and r.digest != own.digest]
     return sorted(others, key=lambda i: (abs(i - index), i))[:n]
 
 
-def labelled_embeddings(found: ReviewRecordings, progress: str = "auto") -> Embeddings | None:
+def labelled_embeddings(found: ReviewRecordings, progress: str = "auto") -> embed.Embeddings | None:
     "Compute embeddings of labelled recordings; None without labels, or where they are too short for the windows of the preset."
     labelled = [os.fsencode(r.path) for r in found.recordings if r.label and not r.silent]
     even = np.unique(np.linspace(0, len(labelled) - 1, min(MAX_SIMILAR, len(labelled))).astype(int))
     common = Counter((r.sample_rate, r.duration_s) for r in found.recordings)
     (rate, duration_s), _ = common.most_common(1)[0]
     with suppress(LeakmelError):
-        embedder = open_embedder(None, MelSpec.preset("disjoint", sample_rate=rate, duration_s=duration_s))
-        some = listed(found.folder, [labelled[k] for k in even])
-        return embed_recordings(some, embedder, progress=progress)
+        embedder = embed.open_embedder(
+            None, MelSpec.preset("disjoint", sample_rate=rate, duration_s=duration_s)
+        )
+        some = embed.listed(found.folder, [labelled[k] for k in even])
+        return embed.embed_recordings(some, embedder, progress=progress)
     return None
 
 
 def similar_to(
-    found: ReviewRecordings,
-    index: int,
-    among: Embeddings | None,  # of `labelled_embeddings`
-    n: int = N_SIMILAR,
-) -> list[tuple[int, float]]:  # recordings and their similarity, the most similar first
-    "Find labelled recordings of other sensors that are similar."
-    own = found.recordings[index]
-    others = {
-        os.fsencode(r.path): i
-        for i, r in enumerate(found.recordings)
-        if r.digest != own.digest and not (own.sensor and r.sensor == own.sensor)
-    }
+    found: ReviewRecordings, index: int, among: embed.Embeddings | None, n: int = N_SIMILAR
+) -> list[tuple[int, float]]:
+    "Find recordings of `labelled_embeddings` of other sensors that are similar, and their similarity, the most similar first."
+    own, all_of_them = found.recordings[index], enumerate(found.recordings)
+    sensor = own.sensor or None  # not known: that of no other recording
+    others = {os.fsencode(r.path): i for i, r in all_of_them if r.digest != own.digest and r.sensor != sensor}
     with suppress(LeakmelError):  # it cannot be read any more
         if among:
-            near = similar(found.folder / own.path, among, k=len(among), progress="none").neighbours
+            near = embed.similar(found.folder / own.path, among, k=len(among), progress="none").neighbours
             return [(others[x.path], x.similarity) for x in near if x.path in others][:n]
     return []
 
@@ -653,7 +607,7 @@ def _sound_html(session: ReviewSession, r: Any, band_pass: bool, about: str = ""
     "Return player and spectrogram of a recording; with a text about it, a player that starts at once."
     try:
         recording = read_wav(session.found.folder / r.path)
-    except (RecordingError, OSError) as e:
+    except (LeakmelError, OSError) as e:
         return filled("<p>The recording cannot be read any more: {{ why }}</p>", why=e)
     wav, text = playback(recording, band_pass)
     if about:
@@ -665,13 +619,8 @@ def _sound_html(session: ReviewSession, r: Any, band_pass: bool, about: str = ""
 class ReviewApp:
     "Page of a review, for JupyterLab; shows itself as the last value of a cell."
 
-    def __init__(
-        self,
-        session: ReviewSession,
-        *,
-        controls: bool | None = None,  # show buttons; None: only in an interactive session
-        progress: str = "auto",
-    ):
+    def __init__(self, session: ReviewSession, *, controls: bool | None = None, progress: str = "auto"):
+        # controls: show buttons; None: only in an interactive session
         self.session = session
         self.controls = shows_controls(controls)
         self.among = labelled_embeddings(session.found, progress)
@@ -689,11 +638,9 @@ class ReviewApp:
         from IPython.display import HTML, display
 
         if self.controls:
-            script = (
-                _SCRIPT.replace("ID", self.name).replace("KEYS", repr(_KEYS)).replace("LATE", str(_LATE_MS))
-            )
+            script = _SCRIPT.replace("ID", self.name).replace("KEYS", repr(_KEYS))
             display(self.box)
-            display(HTML(f"<script>{script}</script>"))
+            display(HTML(f"<script>{script.replace('LATE', str(_LATE_MS))}</script>"))
         else:
             lines = "".join(f"<li>{self._row_html(i)}, {why}</li>" for i, why in self._others())
             queue = self._filled(_QUEUE, queue=self.session.queue, most=20)
@@ -710,10 +657,9 @@ class ReviewApp:
         item = self.session.item
         if item is None:
             return []
-        return [
-            *((i, "same sensor") for i in neighbours_of(self.session.found, item.Index)),
-            *((i, f"similarity {s:.2f}") for i, s in similar_to(self.session.found, item.Index, self.among)),
-        ]
+        near = similar_to(self.session.found, item.Index, self.among)
+        own = [(i, "same sensor") for i in neighbours_of(self.session.found, item.Index)]
+        return own + [(i, f"similarity {s:.2f}") for i, s in near]
 
     def _make_widgets(self) -> None:
         import ipywidgets as w
@@ -728,26 +674,16 @@ class ReviewApp:
         }
         style = {"description_width": "initial"}
         line = w.Layout(flex_flow="row wrap", align_items="center", width="100%")
-        self.queue = w.Dropdown(
-            options=[(title, name) for name, title in QUEUES.items()],
-            value=s.queue.name,
-            description="queue",
-            style=style,
-            layout={"width": "340px"},
-        )
-        self.by = w.Text(
-            value=s.by, description="person", continuous_update=False, style=style, layout={"width": "240px"}
-        )
-        self.band = w.Checkbox(
-            description="band-pass to 2 kHz",
-            indent=False,
-            layout={"width": "170px", "margin": "2px 0 2px 12px"},
-        )
-        self.note = w.Text(
-            placeholder="note (kept with the decision)",
-            continuous_update=False,  # sent whole when the field is left, before the click that stores it
-            layout={"width": "360px"},
-        )
+        queues = [(title, name) for name, title in QUEUES.items()]
+        self.queue = w.Dropdown(options=queues, value=s.queue.name, description="queue", style=style)
+        self.queue.layout.width = "340px"
+        # texts are sent whole when the field is left, before the click that stores them
+        self.by = w.Text(value=s.by, description="person", continuous_update=False, style=style)
+        self.by.layout.width = "240px"
+        self.band = w.Checkbox(description="band-pass to 2 kHz", indent=False)
+        self.band.layout = w.Layout(width="170px", margin="2px 0 2px 12px")
+        self.note = w.Text(placeholder="note (kept with the decision)", continuous_update=False)
+        self.note.layout.width = "360px"
         places = ("status", "facts", "sound", "other_sound", "disagreements")
         self.html = {name: w.HTML(layout={"width": "100%"}) for name in places}
         self.buttons = {}
@@ -760,16 +696,11 @@ class ReviewApp:
         self.queue.observe(lambda change: self._begin(change["new"]), "value")
         self.by.observe(self._renamed, "value")
         self.band.observe(lambda _: self._show_sound(), "value")
-        rows = [
-            w.HBox([self.queue, self.by, self.band], layout=line),
-            self.html["status"],
-            self.html["facts"],
-            w.HBox([*self.buttons.values(), self.note], layout=line),
-            self.html["sound"],
-            w.HBox([row for row, _ in self.others], layout=line),
-            self.html["other_sound"],
-            self.html["disagreements"],
-        ]
+        head = w.HBox([self.queue, self.by, self.band], layout=line)
+        keys = w.HBox([*self.buttons.values(), self.note], layout=line)
+        others = w.HBox([row for row, _ in self.others], layout=line)
+        status, facts, *below = self.html.values()
+        rows = [head, status, facts, keys, below[0], others, *below[1:]]
         self.box = w.VBox(rows, layout=w.Layout(width="100%", overflow="hidden"))
         self.box.add_class(self.name)
 
@@ -842,12 +773,8 @@ def review_kinds() -> Kinds:
     }
 
 
-def review_of(
-    parameters: dict[str, Any],  # as review_kinds lists them
-    *,
-    progress: str = "auto",
-) -> "ReviewApp":  # raises LeakmelError
-    "Open the review that the parameters of review.ipynb describe."
+def review_of(parameters: dict[str, Any], *, progress: str = "auto") -> ReviewApp:
+    "Open the review that the parameters of review.ipynb describe, as `review_kinds` lists them; raises LeakmelError."
     root, _ = find_data(parameters["data_root"], progress=progress)
     given = {name: value for name, value in parameters.items() if name != "data_root" and value != ""}
     given["tables"] = [word.strip() for word in parameters["tables"].split(",") if word.strip()]
@@ -862,12 +789,11 @@ def review(
     n: int = 60,  # recordings in a queue
     labels: str | os.PathLike = "labels.csv",  # table of decisions; made with the first one
     by: str = "",  # the person; "": the login name
-    tables: Sequence[
-        str | os.PathLike
-    ] = (),  # scores.csv of `leakmel predict`, cross_validation.csv, table of `leakmel review --suggest`
+    # scores.csv of `leakmel predict`, cross_validation.csv, table of `leakmel review --suggest`
+    tables: Sequence[str | os.PathLike] = (),
     leak_label: str = "",  # "": the detector's, or LEAK
     other_label: str = "",  # of recordings without a leak; "": as in the folder, or NOLEAK
-    manifest: Manifest | None = None,  # result of `scan`: the listed recordings only, with its labels
+    manifest: Manifest | None = None,  # result of `scan`: the embed.listed recordings only, with its labels
     seed: int = 0,  # of the random queue
     device: str = "auto",  # "auto", "cpu", "cuda" or "cuda:1"
     controls: bool | None = None,  # show buttons; None: only in an interactive session
@@ -881,15 +807,10 @@ def review(
     return ReviewApp(session, controls=controls, progress=progress)
 
 # %% ../../../nbs/learn/review/review.ipynb #5005fc49
-REVIEW = "review.ipynb"
-
-
-def write_review(
-    parameters: Mapping[str, object],  # of review.ipynb, plain values
-    out: str | None = None,  # folder; None: a new one below runs/
-) -> Path:  # the notebook; raises OutputError
-    "Write a copy of review.ipynb with other parameters."
-    notebook = json.loads((Path(leakmel.__file__).parent / "notebooks" / REVIEW).read_text(encoding="utf-8"))
+def write_review(parameters: Mapping[str, object], out: str | None = None) -> Path:
+    "Write a copy of review.ipynb with other parameters, plain values, into a folder, or a new one below runs/; raises OutputError."
+    source = Path(leakmel.__file__).parent / "notebooks" / "review.ipynb"
+    notebook = json.loads(source.read_text(encoding="utf-8"))
     at = next(k for k, c in enumerate(notebook["cells"]) if "parameters" in c["metadata"].get("tags", []))
     given = {
         **{"cell_type": "code", "id": "c0ffee01", "execution_count": None, "outputs": []},
@@ -897,27 +818,19 @@ def write_review(
         "source": [f"{name} = {value!r}\n" for name, value in parameters.items()],
     }
     notebook["cells"].insert(at + 1, given)
-    path = run_folder(out, "review") / REVIEW
-    try:
+    path = run_folder(out, "review") / source.name
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as f:
             json.dump(notebook, f, indent=1, ensure_ascii=True)
-    except OSError as e:
-        raise write_error(e, path) from e
     return path
 
 
-def lab_command(
-    notebook: Path,
-    browser: bool = True,  # open a browser
-) -> list[str]:  # raises MissingPackageError
-    "Return the command that opens a notebook in JupyterLab, on this machine only."
+def lab_command(notebook: Path, browser: bool = True) -> list[str]:
+    "Return the command that opens a notebook in JupyterLab, on this machine only, in a browser; raises MissingPackageError."
     if importlib.util.find_spec("jupyterlab") is None:
-        raise MissingPackageError(
-            "JupyterLab is not installed",
-            code="missing-package",
-            remedy="install it: pip install 'leakmel[learn,notebook]'",
-        )
+        remedy = "install it: pip install 'leakmel[learn,notebook]'"
+        raise MissingPackageError("JupyterLab is not installed", code="missing-package", remedy=remedy)
     return [
         *(sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1"),
         f"--ServerApp.root_dir={notebook.parent}",
@@ -933,9 +846,8 @@ def review_parameters(
 ) -> dict[str, object]:  # raises UsageError
     "Return the parameters of review.ipynb, with absolute paths."
     if any("," in table for table in tables):
-        raise UsageError(
-            "names of tables with commas cannot be used", code="wrong-value", found=", ".join(tables)
-        )
+        message = "names of tables with commas cannot be used"
+        raise UsageError(message, code="wrong-value", found=", ".join(tables))
     return {
         "data_root": str(user_path(folder)),
         "model": None if model is None else str(user_path(model)),

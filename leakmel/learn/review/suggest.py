@@ -45,17 +45,11 @@ class SampleMix:
     def __post_init__(self) -> None:
         shares = [getattr(self, kind) for kind in KINDS]
         if not all(0 <= x <= 1 for x in shares) or abs(sum(shares) - 1) > 1e-6:
-            raise UsageError(
-                "the shares of uncertain, diverse and random recordings must be from 0 to 1, with the sum 1",
-                code="out-of-range",
-                found=str(self),
-            )
+            message = f"the shares of {', '.join(KINDS)} recordings must be from 0 to 1, with the sum 1"
+            raise UsageError(message, code="out-of-range", found=str(self))
 
-    def counts(
-        self,
-        n: int,  # recordings
-    ) -> dict[str, int]:  # of each kind, with the sum n
-        "Compute the number of recordings of each kind."
+    def counts(self, n: int) -> dict[str, int]:
+        "Compute the number of recordings of each kind, with the sum n."
         exact = {kind: getattr(self, kind) * n for kind in KINDS}
         by_remainder = sorted(KINDS, key=lambda kind: int(exact[kind]) - exact[kind])
         more = by_remainder[: n - sum(map(int, exact.values()))]
@@ -65,21 +59,15 @@ class SampleMix:
         return ", ".join(f"{kind} {getattr(self, kind):g}" for kind in KINDS)
 
 
-def sample_mix(
-    text: str,  # "uncertain=0.4,diverse=0.4,random=0.2"; kinds that are left out have the share 0
-) -> SampleMix:  # raises UsageError
-    "Read a mix."
+def sample_mix(text: str) -> SampleMix:
+    "Read a mix like uncertain=0.4,diverse=0.4,random=0.2; kinds that are left out have the share 0. Raises UsageError."
     words = dict(word.partition("=")[::2] for word in text.split(","))
     try:
         shares = {name.strip(): float(share) for name, share in words.items()}
         return SampleMix(**dict.fromkeys(KINDS, 0.0) | shares)
     except (TypeError, ValueError) as e:
-        raise UsageError(
-            "the mix of recordings is not understood",
-            code="unknown-value",
-            found=repr(text),
-            expected="uncertain=0.4,diverse=0.4,random=0.2",
-        ) from e
+        message, expected = "the mix of recordings is not understood", "uncertain=0.4,diverse=0.4,random=0.2"
+        raise UsageError(message, code="unknown-value", found=repr(text), expected=expected) from e
 
 # %% ../../../nbs/learn/review/suggest.ipynb #sa000008
 MAX_GROUPS = 256  # of k-means
@@ -117,10 +105,8 @@ def choose_recordings(
     is_labelled: np.ndarray,  # [n] bool, has a label or was trained on; never chosen
     per_sensor: int = 3,  # uncertain and diverse recordings of a sensor at the most
     seed: int = 0,
-) -> list[
-    tuple[int, str, int]
-]:  # number, kind and size of its group; uncertain first, then diverse, then random
-    "Choose recordings to label."
+) -> list[tuple[int, str, int]]:
+    "Choose recordings to label: number, kind and size of its group; uncertain first, then diverse, then random."
     counts = mix.counts(n)
     is_free = is_open & ~is_labelled
     taken = Counter[str]()
@@ -163,31 +149,21 @@ SUGGESTION_COLUMNS = (
 )
 
 
-def check_suggestions_file(
-    out: str | os.PathLike,
-    folder: Path,  # of the recordings
-) -> Path:  # absolute; raises OutputError
-    "Refuse a target that is no CSV file, lies among the recordings or is another file."
+def check_suggestions_file(out: str | os.PathLike, folder: Path) -> Path:
+    "Refuse a target that is no CSV file, lies among the recordings or is another file, which may hold labels; raises OutputError."
     target = Path(os.path.abspath(out))
-    refused = {
-        "not-csv": (
-            target.suffix.lower() != ".csv",
-            "suggestions are written to a CSV file",
-            "choose a name that ends in .csv",
-        ),
-        "output-in-source": (
-            Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder)),
-            "the output lies inside the folder of the recordings",
-            "choose a path outside that folder",
-        ),
-        "other-file-in-the-way": (
+    is_inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder))
+    for code, is_refused, remedy in (
+        ("not-csv", target.suffix.lower() != ".csv", "choose a name that ends in .csv"),
+        ("output-in-source", is_inside, "choose a path outside the folder of the recordings"),
+        (
+            "other-file-in-the-way",
             os.path.lexists(target),
-            "the file exists, and a table of suggestions may hold labels by people",
-            "choose a new name, and give the file as an earlier table of suggestions",
+            "choose a new name; give this file as an earlier one",
         ),
-    }
-    for code, (is_refused, message, remedy) in refused.items():
+    ):
         if is_refused:
+            message = "suggestions cannot be written to this path"
             raise OutputError(message, code=code, path=target, remedy=remedy)
     return target
 
@@ -212,11 +188,8 @@ class Suggestions:
     def __len__(self) -> int:
         return len(self.table)
 
-    def write(
-        self,
-        out: str | os.PathLike,  # a new CSV file outside the folder
-    ) -> Path:  # raises OutputError
-        "Write the table."
+    def write(self, out: str | os.PathLike) -> Path:
+        "Write the table into a new CSV file outside the folder; raises OutputError."
         target = check_suggestions_file(out, self.folder)
         write_whole(target, self.table.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode())
         return target
@@ -246,30 +219,22 @@ class Suggestions:
         counts = self.summary["by_kind"]
         left = ", ".join(f"{n:,} {reason}" for reason, n in self.left_out.items() if n)
         width = max(map(len, self.table["path"]), default=4)
-        lines = [
-            (
-                True,
-                f"{len(self)} of {self.n_scored:,} recordings to label: "
-                + ", ".join(f"{n} {kind}" for kind, n in counts.items()),
-            ),
-            (left, f"  not suggested: {left}"),
-            (
-                len(self) < self.n,
-                f"  fewer than {self.n}: the others are left out, or above {self.per_sensor} per sensor",
-            ),
-            (not self.is_calibrated, "  the model has no held-out scores: the scores are not calibrated"),
-            (
-                not self.provenance_known,
-                "  the model does not list its training recordings: some of these may be among them",
-            ),
-            *((True, f"  {x.kind:<9}  {x.path:<{width}}  {x.reason}") for x in self.table.itertuples()),
-            (
-                counts["random"],
-                "Keep the random recordings as a test set (split testing): do not train on them.",
-            ),
-            (self.out, f"suggestions in {show_path(self.out or '')}"),
-        ]
-        return "\n".join(line for is_said, line in lines if is_said)
+        kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+        few = f"  fewer than {self.n}: the others are left out, or above {self.per_sensor} per sensor"
+        notes = {
+            f"  not suggested: {left}": left,
+            few: len(self) < self.n,
+            "  the model has no held-out scores: the scores are not calibrated": not self.is_calibrated,
+            "  the model does not list its training recordings: some of these may be among them": not self.provenance_known,
+        }
+        lines = [f"{len(self)} of {self.n_scored:,} recordings to label: {kinds}"]
+        lines += [note for note, holds in notes.items() if holds]
+        lines += [f"  {x.kind:<9}  {x.path:<{width}}  {x.reason}" for x in self.table.itertuples()]
+        if counts["random"]:
+            lines.append("Keep the random recordings as a test set (split testing): do not train on them.")
+        if self.out:
+            lines.append(f"suggestions in {show_path(self.out)}")
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"Suggestions({len(self)} of {self.n_scored:,} recordings of {show_path(self.folder)}; {self.mix})"
@@ -295,16 +260,17 @@ MAX_FEATURES = 4000  # recordings whose band statistics are computed
 
 
 def band_statistics(
-    folder: Path,  # of the recordings, absolute path or URL
-    paths: Sequence[bytes],  # relative to it
+    folder: Path,
+    paths: Sequence[bytes],
     spec: MelSpec,
-    some: Iterable[int] | None = None,  # numbers of those that are read; None: all
+    some: Iterable[int] | None = None,
     *,
     progress: str = "auto",
-) -> (
-    np.ndarray
-):  # [n, 2*M + 1] float32 dB, the level last; NaN for a recording that was not or cannot be read
-    "Compute the band statistics of some recordings of a folder."
+) -> np.ndarray:
+    """Compute the band statistics of recordings of a folder or URL, by number, or of all.
+
+    Returns [n, 2*M + 1] float32 dB, the level last; NaN for a recording that was not or cannot be read.
+    """
     chosen = listed(folder, paths if some is None else [paths[i] for i in some])
     done = embed_recordings(chosen, open_embedder(None, spec, True), progress=progress)
     missing, vectors = np.full(2 * spec.n_mels + 1, np.nan), dict(zip(done.paths, done.vectors))
@@ -318,20 +284,15 @@ def _decided(labels: str | os.PathLike) -> set[str]:  # digests, or paths where 
 
 def _row(s: ScoredRecording, kind: str, n_alike: int, uncertain: str) -> dict[str, Any]:
     shown = show_path(s.path)
-    reasons = {
-        "uncertain": uncertain,
-        "diverse": f"represents {n_alike:,} similar recordings"
-        if n_alike > 1
-        else "unlike the other recordings",
-        "random": "drawn at random for the test set",
-    }
+    reasons = {"uncertain": uncertain, "random": "drawn at random for the test set"}
+    alike = f"represents {n_alike:,} similar recordings" if n_alike > 1 else "unlike the other recordings"
     return {
         "path": shown,
         "label": "",
         "split": "testing" if kind == "random" else "training",
         "sensor": show_path(s.sensor),
         "kind": kind,
-        "reason": reasons[kind],
+        "reason": reasons.get(kind, alike),
         "digest": s.facts["digest"].decode(),
         "path_base64": "" if shown.encode() == s.path else base64.b64encode(s.path).decode(),
     }
@@ -366,12 +327,8 @@ def suggest(
     done = predict(folder, detector, manifest=manifest, device=device, progress=progress)
     if not len(done):
         first = done.rejections[0]
-        raise DataError(
-            "all recordings were rejected",
-            code="all-rejected",
-            path=done.folder,
-            found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
-        )
+        found = f"{done.found:,} files; first {show_path(first.path)}: {first.message}"
+        raise DataError("all recordings were rejected", code="all-rejected", path=done.folder, found=found)
     labelled |= set(match_texts(labelled, map(os.fsdecode, done.scored.paths)).values())
     reasons = _reasons(done.scored, labelled, {row["digest"] for row in read} - {""})
     is_open, is_labelled = reasons == "", np.isin(reasons, _LABELLED)
@@ -390,7 +347,7 @@ def suggest(
         uncertain = f"{name} {place[i]:.2f}, threshold {threshold:.2f}"
         numbers = {"probability": float(probability[i]), "score": float(done.score[i])}
         rows.append(_row(done.scored[i], kind, n_alike, uncertain) | numbers)
-    found = Suggestions(
+    suggestions = Suggestions(
         folder=done.folder,
         table=pd.DataFrame(rows, columns=list(SUGGESTION_COLUMNS)),
         model=done.model if isinstance(model, Detector) else show_path(os.path.abspath(model_file(model))),
@@ -406,5 +363,5 @@ def suggest(
         out=target,
     )
     if target is not None:
-        found.write(target)
-    return found
+        suggestions.write(target)
+    return suggestions
