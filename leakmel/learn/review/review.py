@@ -322,7 +322,7 @@ QUEUES = {
     "level": "suspicious level or silence",
     "disagreements": "people disagree",
 }
-_NOBODY = CurrentLabels({}, {}, {}, (), ())
+_NOBODY = CurrentLabels({}, {}, {}, ())
 
 
 @dataclass(frozen=True, eq=False)
