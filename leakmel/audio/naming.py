@@ -8,11 +8,12 @@ __all__ = []
 # %% ../../nbs/audio/naming.ipynb #124a3035
 import json, math, os, re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unicodedata import normalize
 
@@ -26,23 +27,15 @@ from leakmel.core.parameters import answer_unknown
 
 # %% ../../nbs/audio/naming.ipynb #9acc1d22
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
-_ALIASES = {
-    "training": "TRAINING",
-    "train": "TRAINING",
-    "validation": "VALIDATION",
-    "valid": "VALIDATION",
-    "val": "VALIDATION",
-    "testing": "TESTING",
-    "test": "TESTING",
-}
+_SPLIT = re.compile(r"(?:dataset[_ -])?(?:(train|training)|(val|valid|validation)|(test|testing))")
 
 
 @lru_cache(4096)
-def split_name(
-    folder: str,  # name of a folder, or what a user typed
-) -> str | None:  # "TRAINING", "VALIDATION" or "TESTING"; None if it names no split
-    "The split a folder name stands for."
-    return _ALIASES.get(re.sub(r"^dataset[_ -]", "", text_key(folder).casefold()))
+def split_name(folder: str) -> str | None:
+    "The one of SPLITS that the name of a folder, or what a user typed, stands for; None if it names no split."
+    found = _SPLIT.fullmatch(text_key(folder).casefold())
+    return SPLITS[(found.lastindex or 0) - 1] if found else None
+
 
 # %% ../../nbs/audio/naming.ipynb #07094184
 _TIME = re.compile(
@@ -70,23 +63,22 @@ def _iso(m: re.Match | None) -> str:
         return ""
 
 
-def clock_time(
-    text: str,
-) -> str:  # ISO 8601, with a zone where the text has one; empty if the text is not a date and time
-    "A time that is the whole text, in ISO 8601."
+def clock_time(text: str) -> str:
+    "A time that is the whole text in ISO 8601, with a zone where the text has one; empty if it is no date and time."
     return _iso(_TIME.fullmatch(text)) if len(text) <= 40 else ""
 
 
-def whole_time(text: str) -> str:  # as `clock_time`
-    "A time or a date that is the whole text, in ISO 8601; a date is its first second."
+def whole_time(text: str) -> str:
+    "A time or a date that is the whole text, as `clock_time`; a date is its first second."
     date = _DATE.fullmatch(text)
     return clock_time(f"{date[1]}{date[3]}{date[4]}_000000" if date else text)
 
 
-def iso_time(
-    text: str,  # a time as in TIME_FORMS, or a name with one such time of the years 1900 to 2099
-) -> str:  # ISO 8601, with a zone where the text has one; empty if there is no time, or more than one
-    "A time as loggers and tables write it, in ISO 8601."
+def iso_time(text: str) -> str:
+    """A time as in TIME_FORMS, or the only such time of 1900 to 2099 in a name, in ISO 8601.
+
+    It has a zone where the text has one; empty if there is no time, or more than one.
+    """
     if time := clock_time(text):
         return time
     found = list(_TIME_IN_NAME.finditer(text)) if len(text) <= 255 else []
@@ -97,11 +89,12 @@ TIME_FORMS = "20251110_020000, 20251110_0200, 20251110, 2025-11-10_02-00-00 or 2
 
 
 @lru_cache(4096)
-def number_in(text: str) -> float:  # the first number; NaN if there is none, or float32 cannot hold it
-    "The number in the part of a name."
+def number_in(text: str) -> float:
+    "The first number in the part of a name; NaN if there is none, or float32 cannot hold it."
     found = _NUMBER.search(text)
     value = float(found.group()) if found else math.nan
     return value if abs(value) < 3e38 else math.nan
+
 
 # %% ../../nbs/audio/naming.ipynb #f16ddcf7
 class NameParts(NamedTuple):
@@ -115,10 +108,8 @@ class NameParts(NamedTuple):
     folder: str = ""  # folders below the label's folder, joined by "/"
 
 
-def parse_name(
-    path: bytes,  # of a recording, relative to the folder of its split
-) -> NameParts:
-    "The parts of a logger's file name, and the folders it lies in."
+def parse_name(path: bytes) -> NameParts:
+    "The parts of a logger's file name, and the folders it lies in; the path is relative to the folder of its split."
     *folders, name = os.fsdecode(path).split("/")
     parts = (name.rpartition(".")[0] or name).split("~")
     folder = "/".join(folders[1:])
@@ -126,14 +117,12 @@ def parse_name(
         return NameParts(folder=folder)
     return NameParts(parts[0], parts[1], iso_time(parts[2]), number_in(parts[3]), folder=folder)
 
+
 # %% ../../nbs/audio/naming.ipynb #62ec4fb2
 TIME_BYTES = 19  # of a column of times, at the least
 _SHAPE = np.frombuffer(b"dddddddd_dddddd", np.uint8) == ord("d")  # of a logger's time: YYYYMMDD_HHMMSS
 _ISO = [
-    0,
-    1,
-    2,
-    3,
+    *range(4),
     15,
     4,
     5,
@@ -173,6 +162,7 @@ def _times(texts: np.ndarray) -> np.ndarray:
     times[rest] = others
     return times
 
+
 # %% ../../nbs/audio/naming.ipynb #76841f24
 def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.ndarray]:
     "`columns_of_names` of some thousand paths."
@@ -186,15 +176,10 @@ def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.nd
         "sensor": lambda: _shortest(sensor),
         "recording": lambda: _shortest(strings.partition(rest, b"~")[0]),
         "start_time": lambda: _times(strings.partition(rest, b"~")[2]),
-        "gain": lambda: _numbers(gain),
+        "gain": lambda: np.array([number_in(os.fsdecode(text)) for text in gain.tolist()]),
         "folder": lambda: _shortest(strings.partition(folder, b"/")[2]),
     }
     return {name: make[name]() for name in wanted}
-
-
-def _numbers(texts: np.ndarray) -> np.ndarray:
-    distinct, which = np.unique(texts, return_inverse=True)
-    return np.array([number_in(os.fsdecode(text)) for text in distinct])[which]
 
 
 def _shortest(texts: np.ndarray) -> np.ndarray:
@@ -202,18 +187,17 @@ def _shortest(texts: np.ndarray) -> np.ndarray:
 
 
 _AT_ONCE = 2048  # names; one long path widens all names of its block
-NAME_COLUMNS = ("sensor", "recording", "start_time", "gain", "folder")
 
 
 def columns_of_names(
-    paths: Sequence[bytes],  # relative to the folder of their split
-    wanted: Collection[str] = NAME_COLUMNS,
-) -> dict[str, np.ndarray]:  # sensor, recording, start_time, folder: S; gain: float64
-    "What `parse_name` says of each path, as columns; text as the bytes it has in the path."
+    paths: Sequence[bytes], wanted: Collection[str] = ("sensor", "recording", "start_time", "gain", "folder")
+) -> dict[str, np.ndarray]:
+    "What `parse_name` says of each path, as columns: gain as float64, text as the bytes it has in the path."
     parts = [_columns(paths[k : k + _AT_ONCE], wanted) for k in range(0, len(paths), _AT_ONCE)]
     if not parts:
         return {name: np.zeros(0, "f8" if name == "gain" else "S1") for name in wanted}
     return {name: np.concatenate([part.pop(name) for part in parts]) for name in wanted}
+
 
 # %% ../../nbs/audio/naming.ipynb #7b685296
 FIELDS = ("split", "label", "sensor", "recording", "session", "start_time", "gain", "folder")
@@ -226,10 +210,8 @@ Token = tuple[str, str]  # "text", "field" or "folders", and the text or the fie
 
 
 @lru_cache(256)
-def pattern_tokens(
-    pattern: str,  # for example "{split}_{label}_{sensor}_{*}"
-) -> tuple[Token, ...]:  # raises UsageError
-    "Split a pattern into literal text and fields, and check it."
+def pattern_tokens(pattern: str) -> tuple[Token, ...]:
+    "Split a pattern like {split}_{label}_{sensor}_{*} into literal text and fields, and check it; raises UsageError."
     words = ((m.lastgroup or "", m) for m in _TOKEN.finditer(pattern))
     tokens = tuple((kind, m[kind].replace("{{", "{").replace("}}", "}")) for kind, m in words)
     named = [value for kind, value in tokens if kind == "field" and value != "*"]
@@ -244,13 +226,13 @@ def pattern_tokens(
         (
             unknown == "**",
             "has {**} next to text, but it stands for whole folders",
-            "put it between slashes, followed by a name: {**}/{sensor}",
+            "write it like {**}/{sensor}",
         ),
         (unknown is not None, f"has an unknown field: {answer_unknown(unknown or '', FIELDS)}", None),
         (doubled, f"has the field {{{doubled}}} twice", "remove one of the two"),
         (not named, "has no field", "add at least one field"),
         (
-            pattern.startswith("/"),
+            pattern[:1] == "/",
             "begins with /, but paths are relative to the data folder",
             "remove the leading /",
         ),
@@ -258,7 +240,7 @@ def pattern_tokens(
         (
             joined,
             f"has no text between the fields {joined}",
-            "put text between them: without it the end of the first field is not defined",
+            "put text between them: it ends the first field",
         ),
     ):
         if is_wrong:
@@ -270,10 +252,10 @@ def pattern_tokens(
             )
     return tokens
 
+
 # %% ../../nbs/audio/naming.ipynb #598ac380
 # fields that accept only some texts: characters of the longest, and what says whether a text is one
-_Typed = dict[str, tuple[int, Callable[[str], object]]]
-_TYPED_FIELDS: _Typed = {
+_TYPED_FIELDS: dict[str, tuple[int, Callable[[str], object]]] = {
     "split": (64, split_name),
     "start_time": (40, clock_time),
     "gain": (64, lambda value: not math.isnan(number_in(value))),
@@ -298,18 +280,18 @@ def _plans(pattern: str) -> list[list[_Step]]:  # raises UsageError
     tokens = pattern_tokens(pattern)
     texts = [value if kind == "text" else "" for kind, value in (*tokens[1:], ("", ""))]
     plans = []
-    dates: _Typed = {"start_time": (40, whole_time)}  # without a time of day
-    for given_up, accepted in (
-        ((), {}),
-        ((), dates),
-        (("gain",), {}),
-        (("gain",), dates),
-        (("start_time",), {}),
-        (("start_time", "gain"), {}),
+    # fields that can have any text, and times that may be dates without a time of day
+    for given_up, are_dates in (
+        ((), False),
+        ((), True),
+        (("gain",), False),
+        (("gain",), True),
+        (("start_time",), False),
+        (("start_time", "gain"), False),
     ):
-        if not {("field", name) for name in (*given_up, *accepted)} <= {*tokens}:
+        if not {("field", name) for name in (*given_up, *["start_time"] * are_dates)} <= {*tokens}:
             continue
-        known = _TYPED_FIELDS | accepted
+        known = _TYPED_FIELDS | {"start_time": (40, whole_time if are_dates else clock_time)}
         typed = [known.get(v) if k == "field" and v not in given_up else None for k, v in tokens]
         is_free = ["/" not in text and not any(typed[k : k + 3]) for k, text in enumerate(texts)]
         plans.append(
@@ -338,12 +320,13 @@ def _ends(step: _Step, path: str, at: int) -> Iterator[int]:
                 break
             end = path.find(text, end + 1)
 
+
 # %% ../../nbs/audio/naming.ipynb #0981bccf
-def match_pattern(
-    pattern: str,
-    path: str,  # relative, without its extension
-) -> dict[str, str] | None:  # field -> text; None if the path does not match
-    "Match a path with a pattern, if possible with a valid time and gain, otherwise with any text there."
+def match_pattern(pattern: str, path: str) -> dict[str, str] | None:
+    """Match a relative path without its extension, if possible with a valid time and gain, else with any text there.
+
+    Returns the text of each field; None if the path does not match.
+    """
     n_steps = 0
     failed = set[tuple[int, int]]()
 
@@ -373,6 +356,7 @@ def match_pattern(
             return {s.value: path[a:b] for s, (a, b) in found if s.kind == "field" and s.value != "*"}
     return None
 
+
 # %% ../../nbs/audio/naming.ipynb #90e55001
 _GUESSES = (
     *(f"{{**}}/{{sensor}}{mark}{{start_time}}" for mark in "_- "),
@@ -382,14 +366,14 @@ _GUESSES = (
     "{**}/{sensor}/{start_time}_{*}",
     *(f"{{**}}/{{start_time}}{mark}{{sensor}}" for mark in "_-/"),
 )
-_MAX_GUESSED = 2000  # paths
 
 
-def guess_pattern(
-    paths: Sequence[bytes],  # relative
-) -> str:  # empty: no pattern fits all of them
-    "Guess the pattern by which each path has a sensor and a time; one that gives several sensors is preferred."
-    texts = [os.path.splitext(os.fsdecode(path))[0] for path in paths[:: 1 + len(paths) // _MAX_GUESSED]]
+def guess_pattern(paths: Sequence[bytes]) -> str:
+    """Guess the pattern by which each path has a sensor and a time, from at most 2,000 paths; empty if none fits all.
+
+    One that gives several sensors is preferred.
+    """
+    texts = [os.path.splitext(os.fsdecode(path))[0] for path in paths[:: 1 + len(paths) // 2000]]
     found = dict[str, int]()  # pattern -> sensors
     for pattern in _GUESSES if texts else ():
         sensors = set[str]()
@@ -405,6 +389,7 @@ def guess_pattern(
     several = (pattern for pattern, n in found.items() if n > 1)
     return next(several, next(iter(found), ""))
 
+
 # %% ../../nbs/audio/naming.ipynb #60bf21a9
 _FORMS = {"start_time": f"times are read like {TIME_FORMS}", "gain": "a gain is a number"}
 
@@ -417,7 +402,8 @@ class ParsedPath:
     label: str | None = None  # None: the path has no label
     parts: NameParts = NameParts()
     fits: bool = True  # the path matches the pattern
-    unread: tuple[tuple[str, str], ...] = ()  # field and text, where the text is not a time or a gain
+    unread: Mapping[str, str] = MappingProxyType({})  # texts of fields that are not a time or a gain
+
 
 # %% ../../nbs/audio/naming.ipynb #5a6b3845
 @dataclass(frozen=True)
@@ -469,11 +455,13 @@ class Naming:
             values.get("session", ""),
             values.get("folder", "/".join(text.split("/")[1:-1]) if has_folders else ""),
         )
-        split = split_name(values["split"]) if "split" in values else None
         has_value = {"start_time": parts.start_time, "gain": not math.isnan(parts.gain)}
-        unread = tuple((name, values[name]) for name in _FORMS if name in values and not has_value[name])
         return ParsedPath(
-            split, folder if self.labels_by_folder else values.get("label"), parts, found is not None, unread
+            split_name(values["split"]) if "split" in values else None,
+            folder if self.labels_by_folder else values.get("label"),
+            parts,
+            found is not None,
+            {name: values[name] for name in _FORMS if name in values and not has_value[name]},
         )
 
     def to_json(self) -> str:
@@ -486,35 +474,29 @@ class Naming:
         try:
             return cls(**json.loads(text))
         except (TypeError, ValueError, AttributeError) as e:
-            raise DataError(
-                "the stored naming cannot be read", code="invalid-naming", found=repr(text)[:200]
-            ) from e
+            found = repr(text)[:200]
+            raise DataError("the stored naming cannot be read", code="invalid-naming", found=found) from e
+
 
 # %% ../../nbs/audio/naming.ipynb #3433a20a
-def pattern_naming(
-    pattern: str | None,  # None: folders
-) -> Naming:  # raises UsageError
-    "Return the naming of a pattern."
+def pattern_naming(pattern: str | None) -> Naming:
+    "Return the naming of a pattern, or of folders without one; raises UsageError."
     if pattern is None:
         return Naming()
     if not isinstance(pattern, str):
         raise UsageError("the pattern must be text", code="wrong-type", found=repr(pattern))
     return Naming("pattern", pattern, "root" if ("field", "split") in pattern_tokens(pattern) else "split")
 
+
 # %% ../../nbs/audio/naming.ipynb #0900e597
-def unread_fields(
-    parsed: Sequence[ParsedPath],
-) -> list[tuple[int, str]]:  # number of the first name that a field is not read from, and a sentence
-    "Count the names in which a field of the pattern has a text, but no value."
-    found = []
+def unread_fields(parsed: Sequence[ParsedPath]) -> Iterator[tuple[int, str]]:
+    "Count names in which a field has a text, but no value: yields the number of the first one, and a sentence."
     n_fit = sum(x.fits for x in parsed)
     for field, forms in _FORMS.items():
-        numbers = [i for i, x in enumerate(parsed) if x.unread and field in dict(x.unread)]
-        if numbers:
-            text = show_path(dict(parsed[numbers[0]].unread)[field])
-            message = f"{{{field}}} is read from {n_fit - len(numbers):,} of the {n_fit:,} names that fit the pattern, and not from {text!r}"
-            found.append((numbers[0], f"{message}; {forms}"))
-    return found
+        if numbers := [i for i, x in enumerate(parsed) if field in x.unread]:
+            text = show_path(parsed[numbers[0]].unread[field])
+            n = f"{n_fit - len(numbers):,} of the {n_fit:,} names that fit the pattern"
+            yield numbers[0], f"{{{field}}} is read from {n}, and not from {text!r}; {forms}"
 
 
 _MAX_SHOWN = 10  # rows, values of a field and names that do not fit
@@ -559,11 +541,8 @@ class PatternPreview:
         return "\n  ".join(lines)
 
 
-def preview_names(
-    naming: Naming,  # of a pattern
-    names: Sequence[tuple[str, bytes]],  # folder of the split below the root, and path relative to it
-) -> PatternPreview:
-    "Count what a pattern reads from names."
+def preview_names(naming: Naming, names: Sequence[tuple[str, bytes]]) -> PatternPreview:
+    "Count what a pattern reads from names: folders of splits below the root, and paths relative to them."
     fields = [f for f in FIELDS if ("field", f) in pattern_tokens(naming.pattern) or f == "label"]
     shown = [show_place(place, path) for place, path in names]
     fit: list[dict[str, str]] = []
