@@ -6,29 +6,22 @@
 __all__ = []
 
 # %% ../../nbs/audio/labels.ipynb #f03d5638
-import csv, getpass, io, logging, math, os, re, stat
-from collections import Counter
+import collections, contextlib, csv, functools, getpass, io, itertools, logging, math, os, re, stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
-from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from leakmel.audio.listing import Listing, existing_folder, found_below, is_system_folder
+from leakmel.audio import listing as folders, naming, problems
+from leakmel.audio.listing import Listing
 from leakmel.audio.manifest import Manifest
-from leakmel.audio.naming import clock_time
-from leakmel.audio.problems import Problem, read_content
 from leakmel.audio.tables import csv_table, decode_text, read_table, read_table_bytes, read_text, row_error
 from leakmel.audio.wav import Recording, pread_all, read_wav
-from leakmel.core.comparison import match_texts, text_key
+from leakmel.core import comparison, files, locks
 from leakmel.core.errors import DataError, OutputError, RecordingError, UsageError, show_path
-from leakmel.core.files import sync_folder, write_all, write_errors
-from leakmel.core.locks import OwnerLock, flock
 
 log = logging.getLogger("leakmel")
 
@@ -68,7 +61,7 @@ class Decision:
             (is_digest, "the digest must have 32 hexadecimal digits, or be empty"),
             (self.by.strip(), "the person is missing (by)"),
             (
-                _WHEN.fullmatch(self.when) and clock_time(self.when),
+                _WHEN.fullmatch(self.when) and naming.clock_time(self.when),
                 f"when must be ISO 8601 in UTC, for example {_EXAMPLE}",
             ),
         ):
@@ -121,7 +114,7 @@ _MAX_ROW = 1 << 16  # bytes
 _LOCK_WAIT_S = 30  # a decision is written in milliseconds
 
 
-def _open_table(file: Path, stack: ExitStack) -> int:
+def _open_table(file: Path, stack: contextlib.ExitStack) -> int:
     "Open a table to append to it; the stack closes it."
     fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     stack.callback(os.close, fd)
@@ -140,14 +133,14 @@ def append_decision(file: str | os.PathLike, decision: Decision) -> None:
         if not decision.digest:
             raise _invalid("a path that is not printable needs a digest", decision)
         decision = replace(decision, path=show_path(decision.path))
-    with write_errors(file), ExitStack() as stack:
+    with files.write_errors(file), contextlib.ExitStack() as stack:
         fd = _open_table(file, stack)
-        if not flock(fd, wait=True):
-            stack.enter_context(OwnerLock(file.resolve(), wait_s=_LOCK_WAIT_S))
+        if not locks.flock(fd, wait=True):
+            stack.enter_context(locks.OwnerLock(file.resolve(), wait_s=_LOCK_WAIT_S))
             # NFS shows what others wrote to those who open the file after them
             fd = _open_table(file, stack)
         if _append(fd, astuple(decision), file):
-            sync_folder(file.parent)
+            files.sync_folder(file.parent)
 
 
 def _append(fd: int, cells: Sequence[str], file: Path) -> bool:
@@ -181,7 +174,7 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:
             log.warning("%s: an incomplete last line was removed", show_path(file))
             os.ftruncate(fd, size := size - len(last))
     try:
-        write_all(fd, row)
+        files.write_all(fd, row)
         os.fsync(fd)
     except BaseException:
         os.ftruncate(fd, size)  # or half a line would stay
@@ -235,7 +228,7 @@ class CurrentLabels:
 
 def _folded(label: str) -> str:
     "Return a label without differences that readers do not see."
-    return text_key(label).casefold()
+    return comparison.text_key(label).casefold()
 
 
 def _last_of_each(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
@@ -314,9 +307,11 @@ def check_paths(
     file: str | os.PathLike | None = None,  # of the table, for errors
 ) -> None:  # raises DataError if a decision without a digest names a path that several recordings have
     "Check that paths identify recordings, and warn of paths in a handwritten table that no recording has."
-    counts = Counter(paths)
+    counts = collections.Counter(paths)
     named = {d.path for last in current.last.values() for d in last if d.label and not d.digest}
-    if several := sorted(path for path in {*match_texts(named, counts).values()} if counts[path] > 1):
+    if several := sorted(
+        path for path in {*comparison.match_texts(named, counts).values()} if counts[path] > 1
+    ):
         raise DataError(
             "several recordings have the same path",
             code="ambiguous-recording",
@@ -324,7 +319,9 @@ def check_paths(
             found=show_path(several[0]),
             remedy="give the digest of the recording too (labels.csv), or use the splits or data sets separately",
         )
-    if current.exact_paths and (unknown := sorted(current.last.keys() - match_texts(current.last, counts))):
+    if current.exact_paths and (
+        unknown := sorted(current.last.keys() - comparison.match_texts(current.last, counts))
+    ):
         n = f"{len(unknown):,} of {len(current.last):,}"
         log.warning("%s paths in the table of labels were not found, first %s", n, show_path(unknown[0]))
 
@@ -340,7 +337,7 @@ def relabel(
     met = set[str]()
     named = {d.path for last in current.last.values() for d in last if not d.digest}
     by_path: dict[str, tuple[Decision, ...]] = {}
-    for name, path in sorted(match_texts(named, paths).items()):
+    for name, path in sorted(comparison.match_texts(named, paths).items()):
         by_path[path] = (*by_path.get(path, ()), *current.last[name])
     for i, (path, digest) in enumerate(zip(paths, digests)):
         opinions = (*(current.last.get(digest, ()) if digest else ()), *by_path.get(path, ()))
@@ -389,17 +386,24 @@ def relabel_manifest(
 ) -> Manifest:  # raises DataError
     "Replace the labels of a manifest by those on which people agree."
     current = read_labels(labels)
-    digests: Iterator[str] = repeat("")
+    digests: Iterator[str] = itertools.repeat("")
     if any(d.digest for last in current.last.values() for d in last):
         content = manifest.content
         if content is None:
-            content = read_content(manifest.listings, progress=progress)[0]
+            content = problems.read_content(manifest.listings, progress=progress)[0]
         digests = (d if isinstance(d, str) else "" for d in content["digest"])
     paths = [[os.fsdecode(p) for p in x.paths] for x in manifest.listings]
-    check_paths(current, chain.from_iterable(paths), None if isinstance(labels, CurrentLabels) else labels)
+    check_paths(
+        current, itertools.chain.from_iterable(paths), None if isinstance(labels, CurrentLabels) else labels
+    )
     before = np.array(["", *manifest.label_names], object)
     found = [
-        relabel(current, own, list(islice(digests, len(x))), before[x.label_ids.clip(min=-1) + 1].tolist())
+        relabel(
+            current,
+            own,
+            list(itertools.islice(digests, len(x))),
+            before[x.label_ids.clip(min=-1) + 1].tolist(),
+        )
         for x, own in zip(manifest.listings, paths)
     ]
     names = list(manifest.label_names)  # some may differ only in case
@@ -410,7 +414,7 @@ def relabel_manifest(
         manifest,
         label_names=tuple(names),
         listings=tuple(_relabelled(x, r, names) for x, r in both),
-        notes=(*manifest.notes, *chain.from_iterable(_open_labels(x, r) for x, r in both)),
+        notes=(*manifest.notes, *itertools.chain.from_iterable(_open_labels(x, r) for x, r in both)),
         people=joint_counts(found),
     )
 
@@ -431,15 +435,15 @@ def _relabelled(listing: Listing, found: Relabelled, names: list[str]) -> Listin
     return replace(listing, label_ids=ids, extra={**listing.extra, **people})
 
 
-def _open_labels(listing: Listing, found: Relabelled) -> Iterator[Problem]:
+def _open_labels(listing: Listing, found: Relabelled) -> Iterator[problems.Problem]:
     "Report the recordings on whose label people disagree, or are unsure."
     for k, last in found.disagreements.items():
         opinions = ", ".join(f"{show_path(d.by)}: {show_path(d.label)}" for d in last if d.label)
-        yield Problem(
+        yield problems.Problem(
             "label_disagreement", listing.show(k), f"people disagree ({opinions}); the label is unchanged"
         )
     for k in found.unsure:
-        yield Problem("label_unsure", listing.show(k), "a person is unsure; the label is unchanged")
+        yield problems.Problem("label_unsure", listing.show(k), "a person is unsure; the label is unchanged")
 
 # %% ../../nbs/audio/labels.ipynb #e106d5d3
 _BEGIN, _END = "Begin Time (s)", "End Time (s)"
@@ -517,20 +521,22 @@ _ENDING = re.compile(r"(\.table\.\d+)?(\.selections)?\.txt$", re.IGNORECASE | re
 
 
 def _paths_below(folder: Path) -> list[str]:
-    return [os.fsdecode(path) for path, _, _ in found_below(existing_folder(folder), folder)[0]]
+    return [
+        os.fsdecode(path) for path, _, _ in folders.found_below(folders.existing_folder(folder), folder)[0]
+    ]
 
 
 def _by_stem(folder: Path) -> dict[str, list[str]]:
     "Return the paths of the recordings below a folder by the name without its extension."
     found: dict[str, list[str]] = {}
     for path in _paths_below(folder):
-        found.setdefault(text_key(os.path.splitext(os.path.basename(path))[0]), []).append(path)
+        found.setdefault(comparison.text_key(os.path.splitext(os.path.basename(path))[0]), []).append(path)
     return found
 
 
 def _recording_of(track: Path, root: Path, by_stem: dict[str, list[str]], *, is_needed: bool) -> str | None:
     "Return the recording of a track, below the root: the one next to it, or the only one of its name. Raises DataError."
-    found = by_stem.get(text_key(_ENDING.sub("", track.name)), [])
+    found = by_stem.get(comparison.text_key(_ENDING.sub("", track.name)), [])
     near = [path for path in found if (root / path).parent == track.parent]
     if len(found := near or found) > 1:
         raise DataError(
@@ -569,7 +575,7 @@ def _track_files(tracks: Sequence[str | os.PathLike]) -> Iterator[tuple[Path, Pa
             yield path, None
             continue
         for file in sorted(path.rglob("*.[tT][xX][tT]")):
-            if file.is_file() and not any(map(is_system_folder, file.relative_to(path).parts[:-1])):
+            if file.is_file() and not any(map(folders.is_system_folder, file.relative_to(path).parts[:-1])):
                 yield file, path
 
 
@@ -586,7 +592,7 @@ def import_tracks(
     "Append a decision to labels.csv for each track."
     into = Path(os.path.abspath(into))
     current = current_labels(read_decisions(into) if os.path.lexists(into) else [])
-    if not match_texts([leak_label], classes):
+    if not comparison.match_texts([leak_label], classes):
         raise UsageError(
             "the leak label is not one of the classes",
             code="unknown-label",
@@ -594,22 +600,22 @@ def import_tracks(
             expected=f"one of {', '.join(classes)}",
             remedy="name it (leak_label=, --leak-label)",
         )
-    files = list(_track_files(tracks))
-    if not files:
+    given = list(_track_files(tracks))
+    if not given:
         raise DataError(
             "no label track was found",
             code="no-recordings",
             path=tracks[0] if tracks else into,
             expected="label tracks of Audacity or selection tables of Raven: NAME.txt for the recording NAME.wav",
         )
-    below = cache(_by_stem)
+    below = functools.cache(_by_stem)
     new: dict[str, Decision] = {}
     n_same = 0
     lost, unlabelled = (
         list[str](),
         list[str](),
     )  # text files of folders without a recording; tracks without a class
-    for track, folder in files:
+    for track, folder in given:
         root = Path(os.path.abspath(recordings)) if recordings is not None else folder or track.parent
         path = _recording_of(track, root, below(root), is_needed=folder is None)
         if path is None:
@@ -670,7 +676,7 @@ def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recordi
     for path in sorted(paths, key=lambda path: path not in first):
         if path not in first and not any(current.last[key][-1].digest for key in labels):
             return
-        with suppress(RecordingError):  # damaged since it was labelled, or not a labelled one
+        with contextlib.suppress(RecordingError):  # damaged since it was labelled, or not a labelled one
             recording = read_wav(root / path)
             place = near.pop(path, "")
             if place in met:
@@ -704,30 +710,30 @@ def export_tracks(
         )
     current, target = read_labels(labels), Path(os.path.abspath(to))
     root = Path(os.path.abspath(recordings or Path(labels).parent))
-    files: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for path, recording, label in _labelled(root, current):
         name = os.path.splitext(path)[0] + TRACK_FORMATS[format]
-        if name in files or os.path.lexists(target / name):
+        if name in texts or os.path.lexists(target / name):
             raise OutputError(
                 "the file exists, and may hold the work of a person",
                 code="other-file-in-the-way",
                 path=target / name,
                 remedy="choose a new folder",
             )
-        files[name] = write_track(
+        texts[name] = write_track(
             [TimeRange(0.0, recording.duration_s, label)], format, recording.sample_rate / 2
         )
-    for name, text in files.items():
-        with write_errors(target / name):
+    for name, text in texts.items():
+        with files.write_errors(target / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             with (target / name).open("x", encoding="utf-8") as f:
                 f.write(text)
     rest = {
-        "not_found": len(current.labels) - len(files),
+        "not_found": len(current.labels) - len(texts),
         "disagreements": len(current.disagreements),
         "unsure": len(current.unsure),
     }
-    summary = {"folder": show_path(target), "written": [*map(show_path, files)], **rest}
+    summary = {"folder": show_path(target), "written": [*map(show_path, texts)], **rest}
     missing = "{not_found:,} recordings not found, {disagreements:,} disagreements, {unsure:,} unsure"
-    text = f"{len(files):,} tracks in {show_path(target)}; without a track: {missing.format(**rest)}"
+    text = f"{len(texts):,} tracks in {show_path(target)}; without a track: {missing.format(**rest)}"
     return TrackResult(summary, text)

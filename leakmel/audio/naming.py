@@ -6,36 +6,28 @@
 __all__ = []
 
 # %% ../../nbs/audio/naming.ipynb #124a3035
-import json, math, os, re
-from collections import Counter
+import collections, datetime, functools, itertools, json, math, os, re, unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime
-from functools import lru_cache
-from itertools import pairwise
-from types import MappingProxyType
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
-from unicodedata import normalize
 
 import numpy as np
 from numpy import strings
 
 from leakmel.audio.problems import show_place
-from leakmel.core.comparison import text_key
+from leakmel.core import comparison, parameters
 from leakmel.core.errors import DataError, UsageError, show_path
-from leakmel.core.parameters import answer_unknown
 
 # %% ../../nbs/audio/naming.ipynb #9acc1d22
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
 _SPLIT = re.compile(r"(?:dataset[_ -])?(?:(train|training)|(val|valid|validation)|(test|testing))")
 
 
-@lru_cache(4096)
+@functools.lru_cache(4096)
 def split_name(folder: str) -> str | None:
     "The one of SPLITS that the name of a folder, or what a user typed, stands for; None if it names no split."
-    found = _SPLIT.fullmatch(text_key(folder).casefold())
+    found = _SPLIT.fullmatch(comparison.text_key(folder).casefold())
     return SPLITS[(found.lastindex or 0) - 1] if found else None
-
 
 # %% ../../nbs/audio/naming.ipynb #07094184
 _TIME = re.compile(
@@ -58,7 +50,9 @@ def _iso(m: re.Match | None) -> str:
     fraction = decimals or thousandths
     text = f"{year}-{month}-{day}T{hour}:{minute or short_minute}:{second or '00'}"
     try:
-        return datetime.fromisoformat(text + (f".{fraction}" if fraction else "") + (zone or "")).isoformat()
+        return datetime.datetime.fromisoformat(
+            text + (f".{fraction}" if fraction else "") + (zone or "")
+        ).isoformat()
     except ValueError:
         return ""
 
@@ -88,13 +82,12 @@ def iso_time(text: str) -> str:
 TIME_FORMS = "20251110_020000, 20251110_0200, 20251110, 2025-11-10_02-00-00 or 2025-11-10T02:00:00, also with milliseconds (_123, .123) and a zone (Z, +0100)"
 
 
-@lru_cache(4096)
+@functools.lru_cache(4096)
 def number_in(text: str) -> float:
     "The first number in the part of a name; NaN if there is none, or float32 cannot hold it."
     found = _NUMBER.search(text)
     value = float(found.group()) if found else math.nan
     return value if abs(value) < 3e38 else math.nan
-
 
 # %% ../../nbs/audio/naming.ipynb #f16ddcf7
 class NameParts(NamedTuple):
@@ -116,7 +109,6 @@ def parse_name(path: bytes) -> NameParts:
     if len(parts) != 4:
         return NameParts(folder=folder)
     return NameParts(parts[0], parts[1], iso_time(parts[2]), number_in(parts[3]), folder=folder)
-
 
 # %% ../../nbs/audio/naming.ipynb #62ec4fb2
 TIME_BYTES = 19  # of a column of times, at the least
@@ -162,7 +154,6 @@ def _times(texts: np.ndarray) -> np.ndarray:
     times[rest] = others
     return times
 
-
 # %% ../../nbs/audio/naming.ipynb #76841f24
 def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.ndarray]:
     "`columns_of_names` of some thousand paths."
@@ -198,7 +189,6 @@ def columns_of_names(
         return {name: np.zeros(0, "f8" if name == "gain" else "S1") for name in wanted}
     return {name: np.concatenate([part.pop(name) for part in parts]) for name in wanted}
 
-
 # %% ../../nbs/audio/naming.ipynb #7b685296
 FIELDS = ("split", "label", "sensor", "recording", "session", "start_time", "gain", "folder")
 _TOKEN = re.compile(
@@ -209,7 +199,7 @@ _MAX_LENGTH = 500  # of a pattern
 Token = tuple[str, str]  # "text", "field" or "folders", and the text or the field's name ("*": ignored)
 
 
-@lru_cache(256)
+@functools.lru_cache(256)
 def pattern_tokens(pattern: str) -> tuple[Token, ...]:
     "Split a pattern like {split}_{label}_{sensor}_{*} into literal text and fields, and check it; raises UsageError."
     words = ((m.lastgroup or "", m) for m in _TOKEN.finditer(pattern))
@@ -218,7 +208,9 @@ def pattern_tokens(pattern: str) -> tuple[Token, ...]:
     brace = next((value for kind, value in tokens if kind == "brace"), "")
     unknown = next((name for name in named if name not in FIELDS), None)
     doubled = next((name for name in named if named.count(name) > 1), None)
-    joined = next((f"{{{a}}} and {{{b}}}" for (x, a), (y, b) in pairwise(tokens) if x == y == "field"), None)
+    joined = next(
+        (f"{{{a}}} and {{{b}}}" for (x, a), (y, b) in itertools.pairwise(tokens) if x == y == "field"), None
+    )
     end = os.path.splitext(pattern)[1]
     for is_wrong, message, remedy in (
         (len(pattern) > _MAX_LENGTH, f"has more than {_MAX_LENGTH} characters", None),
@@ -228,7 +220,11 @@ def pattern_tokens(pattern: str) -> tuple[Token, ...]:
             "has {**} next to text, but it stands for whole folders",
             "write it like {**}/{sensor}",
         ),
-        (unknown is not None, f"has an unknown field: {answer_unknown(unknown or '', FIELDS)}", None),
+        (
+            unknown is not None,
+            f"has an unknown field: {parameters.answer_unknown(unknown or '', FIELDS)}",
+            None,
+        ),
         (doubled, f"has the field {{{doubled}}} twice", "remove one of the two"),
         (not named, "has no field", "add at least one field"),
         (
@@ -252,7 +248,6 @@ def pattern_tokens(pattern: str) -> tuple[Token, ...]:
             )
     return tokens
 
-
 # %% ../../nbs/audio/naming.ipynb #598ac380
 # fields that accept only some texts: characters of the longest, and what says whether a text is one
 _TYPED_FIELDS: dict[str, tuple[int, Callable[[str], object]]] = {
@@ -274,7 +269,7 @@ class _Step(NamedTuple):
     is_free: bool  # no later end fits better than the first
 
 
-@lru_cache(256)
+@functools.lru_cache(256)
 def _plans(pattern: str) -> list[list[_Step]]:  # raises UsageError
     "Return the steps of a match for each set of fields that can have any text, the smallest first."
     tokens = pattern_tokens(pattern)
@@ -320,7 +315,6 @@ def _ends(step: _Step, path: str, at: int) -> Iterator[int]:
                 break
             end = path.find(text, end + 1)
 
-
 # %% ../../nbs/audio/naming.ipynb #0981bccf
 def match_pattern(pattern: str, path: str) -> dict[str, str] | None:
     """Match a relative path without its extension, if possible with a valid time and gain, else with any text there.
@@ -352,10 +346,9 @@ def match_pattern(pattern: str, path: str) -> dict[str, str] | None:
     for steps in _plans(pattern):
         failed.clear()
         if (ends := rest(steps, 0, 0)) is not None:
-            found = zip(steps, pairwise([0, *ends]))
+            found = zip(steps, itertools.pairwise([0, *ends]))
             return {s.value: path[a:b] for s, (a, b) in found if s.kind == "field" and s.value != "*"}
     return None
-
 
 # %% ../../nbs/audio/naming.ipynb #90e55001
 _GUESSES = (
@@ -389,7 +382,6 @@ def guess_pattern(paths: Sequence[bytes]) -> str:
     several = (pattern for pattern, n in found.items() if n > 1)
     return next(several, next(iter(found), ""))
 
-
 # %% ../../nbs/audio/naming.ipynb #60bf21a9
 _FORMS = {"start_time": f"times are read like {TIME_FORMS}", "gain": "a gain is a number"}
 
@@ -402,8 +394,7 @@ class ParsedPath:
     label: str | None = None  # None: the path has no label
     parts: NameParts = NameParts()
     fits: bool = True  # the path matches the pattern
-    unread: Mapping[str, str] = MappingProxyType({})  # texts of fields that are not a time or a gain
-
+    unread: Mapping[str, str] = field(default_factory=dict)  # texts of fields that are not a time or a gain
 
 # %% ../../nbs/audio/naming.ipynb #5a6b3845
 @dataclass(frozen=True)
@@ -443,7 +434,9 @@ class Naming:
             return ParsedPath(label=folder, parts=parse_name(path))
         text = os.path.splitext(os.fsdecode(path))[0]
         # names may have accents as one character or as two, in either way
-        forms = dict.fromkeys([self.pattern, *(normalize(form, self.pattern) for form in ("NFC", "NFD"))])
+        forms = dict.fromkeys(
+            [self.pattern, *(unicodedata.normalize(form, self.pattern) for form in ("NFC", "NFD"))]
+        )
         found = next(filter(None, (match_pattern(form, text) for form in forms)), None)
         has_folders = self.labels_by_folder and ("field", "folder") not in pattern_tokens(self.pattern)
         values = found or {}  # the folder is the label even if the name does not match
@@ -477,7 +470,6 @@ class Naming:
             found = repr(text)[:200]
             raise DataError("the stored naming cannot be read", code="invalid-naming", found=found) from e
 
-
 # %% ../../nbs/audio/naming.ipynb #3433a20a
 def pattern_naming(pattern: str | None) -> Naming:
     "Return the naming of a pattern, or of folders without one; raises UsageError."
@@ -487,16 +479,15 @@ def pattern_naming(pattern: str | None) -> Naming:
         raise UsageError("the pattern must be text", code="wrong-type", found=repr(pattern))
     return Naming("pattern", pattern, "root" if ("field", "split") in pattern_tokens(pattern) else "split")
 
-
 # %% ../../nbs/audio/naming.ipynb #0900e597
 def unread_fields(parsed: Sequence[ParsedPath]) -> Iterator[tuple[int, str]]:
     "Count names in which a field has a text, but no value: yields the number of the first one, and a sentence."
     n_fit = sum(x.fits for x in parsed)
-    for field, forms in _FORMS.items():
-        if numbers := [i for i, x in enumerate(parsed) if field in x.unread]:
-            text = show_path(parsed[numbers[0]].unread[field])
+    for name, forms in _FORMS.items():
+        if numbers := [i for i, x in enumerate(parsed) if name in x.unread]:
+            text = show_path(parsed[numbers[0]].unread[name])
             n = f"{n_fit - len(numbers):,} of the {n_fit:,} names that fit the pattern"
-            yield numbers[0], f"{{{field}}} is read from {n}, and not from {text!r}; {forms}"
+            yield numbers[0], f"{{{name}}} is read from {n}, and not from {text!r}; {forms}"
 
 
 _MAX_SHOWN = 10  # rows, values of a field and names that do not fit
@@ -529,10 +520,10 @@ class PatternPreview:
 
     def __repr__(self) -> str:
         lines = [f"{self.n_fit:,} of {self.n_fit + self.n_not:,} names fit {show_path(self.pattern)}"]
-        for field, values in self.values.items() if self.rows else ():
+        for name, values in self.values.items() if self.rows else ():
             counts = ", ".join(f"{value} {n:,}" for value, n in values.items())
-            n_more = self.n_values[field] - len(values)
-            lines.append(f"{field}: {counts}{f', and {n_more:,} more' if n_more else ''}")
+            n_more = self.n_values[name] - len(values)
+            lines.append(f"{name}: {counts}{f', and {n_more:,} more' if n_more else ''}")
         lines += [f"does not fit: {path}" for path in self.misses]
         if self.rows:
             import pandas as pd
@@ -554,7 +545,7 @@ def preview_names(naming: Naming, names: Sequence[tuple[str, bytes]]) -> Pattern
             fit.append({"path": place} | {f: show_path(found[f]) if found[f] else _NOT_READ for f in fields})
         else:
             misses.append(place)
-    counts = {f: Counter(row[f] for row in fit) for f in fields}
+    counts = {f: collections.Counter(row[f] for row in fit) for f in fields}
     n_fit = len(fit)
     if any(counts[f][_NOT_READ] == n_fit for f in fields if f in _FORMS):  # no name has a value of the field
         n_fit, misses = 0, shown

@@ -6,14 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/audio/problems.ipynb #9bab8771
-import math, os
-from collections import Counter
+import collections, concurrent.futures, functools, html, math, operator, os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from html import escape
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,7 +101,7 @@ KIND_GROUPS = {
 }
 
 
-@cache
+@functools.cache
 def group_of(kind: str) -> str:
     "Return the group of a kind; NAMES for an unknown kind."
     return next((group for group, kinds in KIND_GROUPS.items() if kind in kinds), NAMES)
@@ -115,7 +110,7 @@ def group_of(kind: str) -> str:
 def count_kinds(kinds: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
     "Count kinds of problems, or sort their counts, in the order of the groups, the most frequent first."
     order = list(KIND_GROUPS)
-    counts = Counter(kinds)
+    counts = collections.Counter(kinds)
     return {k: counts[k] for k in sorted(counts, key=lambda k: (order.index(group_of(k)), -counts[k], k))}
 
 
@@ -230,7 +225,7 @@ class ProblemReport:
         return "\n".join(lines) or "No problem was seen."
 
     def _repr_html_(self) -> str:
-        return f"<p>{'<br>'.join(escape(line.strip()) for line in repr(self).splitlines())}</p>"
+        return f"<p>{'<br>'.join(html.escape(line.strip()) for line in repr(self).splitlines())}</p>"
 
 # %% ../../nbs/audio/problems.ipynb #2159f8bf
 @dataclass(frozen=True, eq=False, repr=False)
@@ -262,7 +257,7 @@ class Columns:
         "Recording `i` as it is displayed."
         return show_place(self.places[self.split_id[i]], self.path[i])
 
-    @cached_property
+    @functools.cached_property
     def duration_s(self) -> np.ndarray:
         "[B] seconds as recorded."
         return self.n_samples / self.sample_rate
@@ -294,7 +289,8 @@ def _odd_recordings(c: Columns) -> Iterator[Problem]:
 
     # the most frequent rate and length, the smallest of equals
     (rate, n_rate), (length, n_length) = (
-        max(zip(*np.unique(x, return_counts=True)), key=itemgetter(1)) for x in (c.sample_rate, c.duration_s)
+        max(zip(*np.unique(x, return_counts=True)), key=operator.itemgetter(1))
+        for x in (c.sample_rate, c.duration_s)
     )
     common = {"n": len(c), "rate": rate, "n_rate": n_rate, "length": length, "n_length": n_length}
     is_clipped = c.clipped_share >= CLIPPED_SHARE
@@ -346,7 +342,7 @@ def _duplicates(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]
     first: dict[bytes, tuple[Columns, int, int]] = {}
     first_in: dict[tuple[bytes, int], int] = {}
     n_splits = 0
-    show = cache(lambda part, i: part.show(i))  # of originals: one may have many copies
+    show = functools.cache(lambda part, i: part.show(i))  # of originals: one may have many copies
     for k, part in enumerate((*before, c)):
         own = part.digest.tolist()
         for i in np.flatnonzero(~part.silent).tolist():
@@ -517,8 +513,11 @@ def read_content(
 
     with Progress(len(files), label="reading", show=progress) as bar:
         for x, end in zip(listings, np.cumsum([len(x) for x in listings]).tolist()):
-            with LocalCopies(x.folder) as copies, ThreadPoolExecutor(usable_cores()) as pool:
-                read = partial(read_block, x, copies, end - len(x))
+            with (
+                LocalCopies(x.folder) as copies,
+                concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool,
+            ):
+                read = functools.partial(read_block, x, copies, end - len(x))
                 # an error cancels the blocks that have not begun
                 for n in pool.map(read, range(0, len(x), FILES_PER_TASK)):
                     bar.add(n)

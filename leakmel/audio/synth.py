@@ -6,14 +6,10 @@
 __all__ = ['write_demo']
 
 # %% ../../nbs/audio/synth.ipynb #10f7ac08
-import os, struct, time
-from collections import Counter
+import collections, datetime, itertools, os, struct, tempfile, time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -274,7 +270,9 @@ class PlannedRecording:
     def path(self, gain: int, recording: str | None = None) -> str:
         "Path below the root of the set."
         night, turn = divmod(self.turn, _PER_NIGHT)
-        at = datetime(2021, 3, 1) + timedelta(days=night, minutes=20 * turn, seconds=self.index * 7 % 60)
+        at = datetime.datetime(2021, 3, 1) + datetime.timedelta(
+            days=night, minutes=20 * turn, seconds=self.index * 7 % 60
+        )
         name = f"{self.sensor.name}~{recording or f'{self.index:06d}'}~{at:%Y%m%d_%H%M%S}~{gain}.wav"
         return f"{self.split}/{self.label}/{name}"
 
@@ -405,9 +403,9 @@ def write_demo(
     with write_errors(root):
         root.parent.mkdir(parents=True, exist_ok=True)
         _check_target(root)
-        with TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as folder:
             partial = Path(folder, root.name)
-            for split, label in product(SPLIT_SIZES, LABELS):
+            for split, label in itertools.product(SPLIT_SIZES, LABELS):
                 Path(partial, split, label).mkdir(parents=True)
             for n_done, planned in enumerate(plan, 1):
                 path, samples = render_planned(planned, seed)
@@ -418,7 +416,7 @@ def write_demo(
                 Path(partial, path).write_bytes(content)
             _check_target(root)  # another process may have filled it
             partial.rename(root)
-    splits: dict[str, dict[str, int]] = {split: Counter() for split in SPLIT_SIZES}
+    splits: dict[str, dict[str, int]] = {split: collections.Counter() for split in SPLIT_SIZES}
     for path in sorted([p.path(0) for p in plan] + [path for path, _, _ in planted]):
         split, *label_folder, _ = path.split("/")
         splits[split]["".join(label_folder)] += 1

@@ -6,8 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/audio/tables.ipynb #524daab7
-import base64, codecs, csv, io, math, os, re, stat
-from collections import Counter
+import base64, codecs, collections, csv, io, math, os, re, stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,7 +106,6 @@ def _places(names: list[str], file: Path, columns: dict[str, str], needed: Colle
             others.setdefault(f"extra/{name}", i)
     return places | dict([*others.items()][:MAX_EXTRA_COLUMNS])
 
-
 # %% ../../nbs/audio/tables.ipynb #84578403
 MAX_TABLE_BYTES = 1 << 30
 
@@ -172,7 +170,6 @@ def row_error(file: Path, line: int, message: str, **more: Any) -> DataError:
     "Return the error of a line of a table, counted from 1; more: found, expected, remedy."
     return DataError(f"line {line}: {message}", code="table-row", path=file, **more)
 
-
 # %% ../../nbs/audio/tables.ipynb #5a1e0b01
 @dataclass(frozen=True, eq=False)
 class CsvTable:
@@ -213,7 +210,6 @@ class CsvTable:
                     expected=", ".join(needed),
                 )
         return self.rows({name: i for i, name in enumerate(columns)}, len(columns) if whole else 0)
-
 
 # %% ../../nbs/audio/tables.ipynb #5a1e0b02
 _SEP = re.compile(r'"?sep=([^"\r\n])"?[,;\t]*(?:\r\n?|\n)', re.IGNORECASE)
@@ -257,7 +253,6 @@ def has_columns(file: BinaryIO, columns: Sequence[str]) -> bool:
     found = csv_table(Path(), data.decode(_encoding(data), "ignore"), columns).columns
     return found[: len(columns)] == list(columns)
 
-
 # %% ../../nbs/audio/tables.ipynb #5a1e0b05
 _NUMBER = re.compile(r"[-+]?(?:\d+[.,]?\d*|[.,]\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}", re.ASCII)
@@ -276,7 +271,6 @@ def table_number(text: str, delimiter: str = "") -> float:
 def dashed_date(text: str) -> str:
     "Write the date at the beginning of a text as YYYY-MM-DD, where a spreadsheet has D.M.YYYY or YYYY/M/D."
     return _DATE.sub(lambda m: f"{m[3] or m[4]}-{m[2] or m[5]:0>2}-{m[1] or m[6]:0>2}", text.strip())
-
 
 # %% ../../nbs/audio/tables.ipynb #56ca2cf7
 def _row(cells: dict[str, str], delimiter: str) -> tuple[bytes, str, str, NameParts]:
@@ -299,7 +293,6 @@ def _row(cells: dict[str, str], delimiter: str) -> tuple[bytes, str, str, NamePa
     gain = table_number(text["gain"], delimiter) if text["gain"] else math.nan
     parts = NameParts(text["sensor"], text["recording"], when, gain, text["session"], text["folder"])
     return path, text["label"] if text_key(text["label"]) else "", split, parts
-
 
 # %% ../../nbs/audio/tables.ipynb #26050a1e
 def read_table(
@@ -363,7 +356,6 @@ def read_table(
         "start_time" in places,
     )
 
-
 # %% ../../nbs/audio/tables.ipynb #589b2781
 def paths_below_root(table: NameTable, known: Collection[bytes]) -> NameTable:
     """Complete paths that are relative to the folder of their split, and find those that differ only in what cannot be seen.
@@ -386,11 +378,10 @@ def paths_below_root(table: NameTable, known: Collection[bytes]) -> NameTable:
             "two rows of the table name the same recording",
             code="table-row",
             path=table.file,
-            found=show_path(Counter(paths).most_common(1)[0][0]),
+            found=show_path(collections.Counter(paths).most_common(1)[0][0]),
             remedy="remove one of the two; paths can be relative to the data folder or to the folder of their split",
         )
     return replace(table, paths=paths)
-
 
 # %% ../../nbs/audio/tables.ipynb #0feb3bf4
 def missing_files(missing: Sequence[bytes], n_rows: int, root: Path) -> Iterator[Problem]:
