@@ -21,22 +21,20 @@ from leakmel.core.files import read_at
 # %% ../../nbs/audio/conform.ipynb #7500e0e3
 MOMENTS = ("minimum", "maximum", "total", "squares", "n_clipped")
 FULL_SCALE = 32_767  # of 16-bit samples
-_CODED = {"alaw": 32_256 / 32_768, "ulaw": 32_124 / 32_768}
 
 
-def full_scale(
-    encoding: str,  # as read_wav names it: "pcm16", "pcm24", "float32", "alaw" ...
-) -> float:  # above 0, at most 32,767 / 32,768
-    "Return the largest positive value of an encoding as a float sample, at most that of 16 bits."
+def full_scale(encoding: str) -> float:
+    "Return the largest positive value of an encoding of `read_wav` as a float sample, at most that of 16 bits."
     bits = int(encoding[3:]) if encoding.startswith("pcm") and encoding[3:].isdigit() else 16
-    return _CODED.get(encoding, 1 - 2.0 ** (1 - min(16, max(2, bits))))
+    coded = {"alaw": 32_256 / 32_768, "ulaw": 32_124 / 32_768}
+    return coded.get(encoding, 1 - 2.0 ** (1 - min(16, max(2, bits))))
 
 
-def moments_of(
-    samples: np.ndarray,  # [B, N] int16 or float32
-    limit: float | None = None,  # from which absolute value a sample is clipped; None: full scale of 16 bits
-) -> np.ndarray:  # [B, 5] float64, in the order of MOMENTS, in units of the samples
-    "Compute minimum, maximum, sum, sum of squares and count of clipped samples of each recording."
+def moments_of(samples: np.ndarray, limit: float | None = None) -> np.ndarray:
+    """Compute MOMENTS [B, 5] float64 of recordings [B, N] int16 or float32, in units of the samples.
+
+    A sample is clipped from an absolute value on, by default full scale of 16 bits.
+    """
     if limit is None:
         limit = FULL_SCALE if samples.dtype == np.int16 else FULL_SCALE / 32_768
     out = np.empty((len(samples), len(MOMENTS)))
@@ -49,7 +47,6 @@ def moments_of(
 
 # %% ../../nbs/audio/conform.ipynb #fa383835
 LSB = 1 / 32_768
-RMS_FLOOR_DB = -200.0  # level of all-zero samples
 
 
 def quality(
@@ -62,7 +59,7 @@ def quality(
     low, high, total, squares, clipped = moments.T
     rms = np.sqrt(squares / n_samples) * scale
     return {
-        "rms_db": np.where(rms > 0, 20 * np.log10(np.maximum(rms, 1e-10)), RMS_FLOOR_DB).astype(np.float32),
+        "rms_db": (20 * np.log10(np.maximum(rms, 1e-10))).astype(np.float32),  # -200 dB for zeros
         "peak": (np.maximum(np.abs(low), np.abs(high)) * scale).astype(np.float32),
         "clipped_share": (clipped / n_samples).astype(np.float32),
         "dc_offset": (total / n_samples * scale).astype(np.float32),
@@ -91,14 +88,9 @@ def quality_figures(
 
 # %% ../../nbs/audio/conform.ipynb #5ca11ed1
 _PARTS = 16  # of the shortest stall; and parts with changes, at the least
-_RESTING_SPAN = 2  # steps from value to value
-_MAX_RESTING = 1 / 16  # of the parts with changes
 
 
-def has_stalled(
-    samples: np.ndarray,  # [n, C] int16 or float32
-    sample_rate: int,  # Hz
-) -> bool:
+def has_stalled(samples: np.ndarray, sample_rate: int) -> bool:
     """Return whether a channel has a run of equal samples of at least `shortest_stall`, and moves otherwise.
 
     It moves if at most a sixteenth of its parts with changes, of which there are sixteen or more, have just two or three neighbouring ones of its values.
@@ -114,21 +106,16 @@ def has_stalled(
         size = least // _PARTS
         spans = np.ptp(ranks[: len(x) // size * size].reshape(-1, size), axis=1)
         changing = spans[spans > 0]
-        if len(changing) >= _PARTS and (changing <= _RESTING_SPAN).mean() <= _MAX_RESTING:
+        if len(changing) >= _PARTS and (changing <= 2).mean() <= 1 / 16:
             return True
     return False
 
 # %% ../../nbs/audio/conform.ipynb #5ca11ed3
-def add_faults(
-    status: str,  # of `conform`
-    recording: Recording,
-) -> str:
-    "Add the faults of a recording to the status of its row: unread_samples, stalled."
-    found = {
-        "unread_samples": recording.unclaimed > 0,
-        "stalled": has_stalled(recording.samples, recording.sample_rate),
-    }
-    return "+".join([status, *(fault for fault in found if found[fault])]).removeprefix("ok+")
+def add_faults(status: str, recording: Recording) -> str:
+    "Add the faults of a recording, unread_samples and stalled, to the status of its row by `conform`."
+    is_stalled = has_stalled(recording.samples, recording.sample_rate)
+    faults = ["unread_samples"] * (recording.unclaimed > 0) + ["stalled"] * is_stalled
+    return "+".join([status, *faults]).removeprefix("ok+")
 
 # %% ../../nbs/audio/conform.ipynb #7849eaad
 @dataclass(frozen=True)
@@ -146,10 +133,8 @@ class ConformRules:
 OPPOSITE_SHARE = 0.01  # energy of the channels' mean over the channels' mean energy: -20 dB
 
 
-def channel_mean(
-    samples: np.ndarray,  # [n, C] int16 or float32
-) -> np.ndarray:  # [n] float64
-    "Mean of the channels."
+def channel_mean(samples: np.ndarray) -> np.ndarray:
+    "Mean of the channels, [n] float64 of [n, C] int16 or float32."
     n_channels = samples.shape[1]
     if n_channels > (8 if samples.dtype == np.int16 else 2):  # of more floats, sums depend on the order
         return samples.mean(axis=1, dtype=np.float64)
@@ -159,11 +144,11 @@ def channel_mean(
     return np.divide(total, n_channels, out=total)
 
 
-def opposite_phase(
-    samples: np.ndarray,  # [n, C] int16 or float32
-    mean: np.ndarray | None = None,  # [n], `channel_mean` of the samples, where it is known
-) -> bool:  # False for silence and for one channel
-    "Whether the channels cancel each other: their mean has less than 1 % of their mean energy."
+def opposite_phase(samples: np.ndarray, mean: np.ndarray | None = None) -> bool:
+    """Whether channels [n, C] cancel each other: their mean, where it is known, has less than 1 % of their mean energy.
+
+    False for silence and for one channel.
+    """
     energy = np.einsum("nc,nc->", samples, samples, dtype=np.float64) / samples.shape[1]
     mean = channel_mean(samples) if mean is None else mean
     # not np.dot: BLAS starts its own threads, which keep all cores busy for longer than the product takes
@@ -210,62 +195,43 @@ def import_soxr() -> ModuleType:  # raises MachineError where it is not installe
     return soxr
 
 
-def to_rate(
-    samples: np.ndarray,  # [n] int16 or float32
-    source_hz: int,
-    target_hz: int,
-) -> np.ndarray:  # [round(n * target / source)] float32
-    "Resample by soxr VHQ in float64."
+def to_rate(samples: np.ndarray, source_hz: int, target_hz: int) -> np.ndarray:
+    "Resample [n] int16 or float32 by soxr VHQ in float64 to [round(n * target / source)] float32."
     soxr = import_soxr()
     x = samples.astype(np.float64) / 32768 if samples.dtype == np.int16 else samples.astype(np.float64)
     y = soxr.resample(x, source_hz, target_hz, quality="VHQ").astype(np.float32)
     return fit_length(y, resampled_length(len(x), source_hz, target_hz))
 
 
-def resampled_length(
-    n: int,  # samples
-    source_hz: int,
-    target_hz: int,
-) -> int:  # samples
+def resampled_length(n: int, source_hz: int, target_hz: int) -> int:
     "Return the number of samples after resampling, rounded half up."
     return (2 * n * target_hz + source_hz) // (2 * source_hz)
 
 
-def fit_length(
-    x: np.ndarray,  # [n]
-    n: int,  # samples wanted
-) -> np.ndarray:  # [n]
-    "Cut at the end, or pad with zeros at the end."
+def fit_length(x: np.ndarray, n: int) -> np.ndarray:
+    "Return n samples: cut at the end, or pad with zeros at the end."
     return x[:n] if len(x) >= n else np.concatenate([x, np.zeros(n - len(x), x.dtype)])
 
 # %% ../../nbs/audio/conform.ipynb #757b1dee
 MAX_PEAK = 2.0**20  # times full scale
 
 
-_MAX_GAIN = 256  # float samples above it are rather in the scale of integers
-
-
-def integer_scale(
-    peak: float,  # largest absolute value of float samples
-) -> str:
-    "Return a sentence on float samples far above 1: what to divide them by."
+def integer_scale(peak: float) -> str:
+    "Return a sentence on float samples that reach far above 1: what to divide them by."
     bits = next((bits for bits in (16, 24) if peak <= 1.5 * 2 ** (bits - 1)), 32)
     kind = f"such values often are in the scale of {bits}-bit integers: divide them by {2 ** (bits - 1)}"
-    advice = kind if peak > _MAX_GAIN else "divide them by their full scale"
+    advice = kind if peak > 256 else "divide them by their full scale"
     return f"float samples must lie from -1 to 1, these reach {peak:.5g}; {advice}"
 
 
-def check_range(
-    x: np.ndarray,  # float samples, any shape
-) -> None:  # raises RecordingError
-    "Refuse samples that are not finite or exceed MAX_PEAK."
+def check_range(x: np.ndarray) -> None:
+    "Refuse float samples that are not finite or exceed MAX_PEAK: raises RecordingError."
     peak = float(np.abs(x).max(initial=0.0))
     if not np.isfinite(peak):
         raise RecordingError("nonfinite", "a sample is not a finite number")
     if peak > MAX_PEAK:
-        raise RecordingError(
-            "unsupported", f"{integer_scale(peak)}; at most {MAX_PEAK:.0f} times full scale is computed from"
-        )
+        limit = f"at most {MAX_PEAK:.0f} times full scale is computed from"
+        raise RecordingError("unsupported", f"{integer_scale(peak)}; {limit}")
 
 # %% ../../nbs/audio/conform.ipynb #38d5b701
 _FILTER_REACH = 2000  # samples at the lower rate; several times what soxr VHQ looks ahead
@@ -283,17 +249,14 @@ def conform(
     n = resampled_length(len(row), sample_rate, rules.sample_rate)
     wanted = rules.n_samples
     is_other = sample_rate != rules.sample_rate
-    for is_wrong, code, message in (
-        (
-            is_other and rules.rate == "reject",
-            "wrong_rate",
-            f"recorded at {sample_rate} Hz, {rules.sample_rate} Hz are asked for",
-        ),
-        (n < wanted and rules.short == "reject", "too_short", f"{n} samples, {wanted} are asked for"),
-        (n > wanted and rules.long == "reject", "too_long", f"{n} samples, {wanted} are asked for"),
+    rates, lengths = f"recorded at {sample_rate} Hz, {rules.sample_rate} Hz", f"{n} samples, {wanted}"
+    for is_wrong, code, found in (
+        (is_other and rules.rate == "reject", "wrong_rate", rates),
+        (n < wanted and rules.short == "reject", "too_short", lengths),
+        (n > wanted and rules.long == "reject", "too_long", lengths),
     ):
         if is_wrong:
-            raise RecordingError(code, message)
+            raise RecordingError(code, f"{found} are asked for")
     if is_other:
         slower = max(1, -(-sample_rate // rules.sample_rate))
         n_read = -(-wanted * sample_rate // rules.sample_rate) + _FILTER_REACH * slower
@@ -312,9 +275,7 @@ def native() -> ModuleType | None:
         from leakmel.audio import native as module
 
         return module
-    except (
-        Exception
-    ) as e:  # not installed, not Linux, no cache folder, damaged cache, wrong results: use the fallback
+    except Exception as e:  # not installed, not Linux, no or a damaged cache, wrong results: use the fallback
         logging.getLogger("leakmel").warning(
             "recordings are read without compiled code (slower, same results), because it could not be loaded: %s: %s; "
             "if this happens again, remove the compiled code (leakmel*.o in __pycache__ of the package, or NUMBA_CACHE_DIR), "
@@ -325,23 +286,19 @@ def native() -> ModuleType | None:
         return None
 
 # %% ../../nbs/audio/conform.ipynb #187e33c7
-def digests_of(
-    rows: np.ndarray,  # [n, ...], contiguous
-) -> np.ndarray:  # [n] S32
-    "Compute the digest of each row's bytes, equal to `digest_of`."
+def digests_of(rows: np.ndarray) -> np.ndarray:
+    "Compute the digest of each contiguous row's bytes, [n] S32, equal to `digest_of`."
     module = native()
     if module is not None and len(rows) and module.can_digest(rows[0].nbytes):
         return module.digest_rows(rows)
     return np.array([digest_of(row) for row in rows], "S32")
 
 
-def digests_in_file(
-    fd: int,  # of an open file
-    offset: int,  # of the first row in it
-    n: int,  # rows
-    n_bytes: int,  # of a row of float16
-) -> tuple[np.ndarray, np.ndarray]:  # [n] S32; [n] bool; raises OSError; VerifyError if the file is too short
-    "Compute the digests of rows in a file, and whether they have finite values only."
+def digests_in_file(fd: int, offset: int, n: int, n_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Compute the digests of n rows of float16 from an offset of a file, [n] S32, and whether they are finite, [n] bool.
+
+    Raises OSError, and VerifyError if the file is too short.
+    """
     module = native()
     if module is None or not module.can_digest(n_bytes):
         rows = np.empty((n, n_bytes // 2), np.float16)
@@ -358,10 +315,8 @@ def digests_in_file(
     return digests, largest < 0x7C00  # bits of infinity in float16; NaN lies above
 
 
-def int16_moments(
-    rows: np.ndarray,  # [n, N] int16
-) -> np.ndarray:  # [n, 5] float64
-    "Compute the moments of 16-bit recordings, equal to `moments_of`."
+def int16_moments(rows: np.ndarray) -> np.ndarray:
+    "Compute the moments of 16-bit recordings [n, N], equal to `moments_of`."
     module = native()
     return moments_of(rows) if module is None else module.int16_moments(np.ascontiguousarray(rows))
 
@@ -373,13 +328,8 @@ _REMEDIES = {
 }
 
 
-def piece_count(
-    n_samples: int,  # samples in the parent
-    window: int,  # samples in a piece
-    hop: int,  # distance of starts, samples
-    what: str,  # what a piece is called, for the message
-) -> int:  # pieces that fit without padding
-    "Return the number of pieces of a parent that is not padded."
+def piece_count(n_samples: int, window: int, hop: int, what: str) -> int:
+    "Return the number of pieces that fit into a parent without padding; `what`: name of a piece, for the message."
     if window < 1 or hop < 1:
         raise SpecError(
             f"{what}: window and hop must be at least 1 sample",
@@ -430,11 +380,7 @@ class SegmentGrid:
         return starts, index.reshape(self.frame_starts.shape)
 
 # %% ../../nbs/audio/conform.ipynb #f6d43a41
-def even_step(
-    starts: np.ndarray,  # [D] ascending
-) -> int | None:  # distance of starts in samples; None where they are uneven
-    "Return the common distance of evenly spaced starts."
-    if len(starts) == 1:
-        return 1
-    steps = np.diff(starts)
-    return int(steps[0]) if (steps == steps[0]).all() else None
+def even_step(starts: np.ndarray) -> int | None:
+    "Return the common distance of evenly spaced ascending starts in samples, 1 for one start; None where they are uneven."
+    steps = np.unique(np.diff(starts)).tolist() or [1]
+    return steps[0] if len(steps) == 1 else None

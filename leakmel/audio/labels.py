@@ -6,28 +6,22 @@
 __all__ = []
 
 # %% ../../nbs/audio/labels.ipynb #f03d5638
-import csv, getpass, io, logging, math, os, re, stat
-from collections import Counter
+import collections, contextlib, csv, functools, getpass, io, itertools, logging, math, os, re, stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from leakmel.audio.listing import Listing, existing_folder, found_below, is_system_folder
+from leakmel.audio import listing as folders, naming, problems
+from leakmel.audio.listing import Listing
 from leakmel.audio.manifest import Manifest
-from leakmel.audio.problems import Problem, read_content
 from leakmel.audio.tables import csv_table, decode_text, read_table, read_table_bytes, read_text, row_error
 from leakmel.audio.wav import Recording, pread_all, read_wav
-from leakmel.core.comparison import match_texts, text_key
+from leakmel.core import comparison, files, locks
 from leakmel.core.errors import DataError, OutputError, RecordingError, UsageError, show_path
-from leakmel.core.files import sync_folder, write_all, write_errors
-from leakmel.core.locks import OwnerLock, flock
 
 log = logging.getLogger("leakmel")
 
@@ -37,7 +31,9 @@ SKIPPED = ""
 UNSURE = "?"
 MAX_CELL = 1000  # bytes of label, person or note
 _WHEN = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z", re.ASCII)
+_EXAMPLE = "2026-01-31T08:15:00Z"
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_LINES = f"label, by and note must be printable text of at most {MAX_CELL} bytes on one line"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,41 +44,29 @@ class Decision:
     digest: str  # xxh3-128 of the payload, 32 hexadecimal digits; "": the path identifies the recording
     label: str  # name of a class, SKIPPED or UNSURE
     by: str  # the person
-    when: str  # ISO 8601 in UTC, for example 2026-01-31T08:15:00Z
+    when: str  # ISO 8601 in UTC, like _EXAMPLE
     note: str = ""
 
     def __post_init__(self) -> None:
-        cells = [getattr(self, name) for name in LABELS_COLUMNS]
-        if not all(isinstance(cell, str) for cell in cells):
-            raise _invalid("all cells must be text", cells)
-        lines = {"label": self.label, "by": self.by, "note": self.note}
-        for is_right, message, found in (
+        if not all(isinstance(cell, str) for cell in astuple(self)):
+            raise _invalid("all cells must be text", self)
+        steps = self.path.split("/")
+        is_digest = not self.digest or _DIGEST.fullmatch(self.digest)
+        for is_right, message in (
+            (all(map(_is_line, (self.label, self.by, self.note))), _LINES),
             (
-                all(
-                    x.isprintable() and len(x.encode("utf-8", "replace")) <= MAX_CELL for x in lines.values()
-                ),
-                f"label, by and note must be printable text of at most {MAX_CELL} bytes on one line",
-                {name: text[:80] for name, text in lines.items()},
-            ),
-            (
-                "\0" not in self.path and not {"", ".", ".."} & set(self.path.split("/")),
+                "\0" not in self.path and not {"", ".", ".."} & {*steps},
                 "the path must be relative, without . or ..",
-                self.path[:200],
             ),
+            (is_digest, "the digest must have 32 hexadecimal digits, or be empty"),
+            (self.by.strip(), "the person is missing (by)"),
             (
-                not self.digest or _DIGEST.fullmatch(self.digest),
-                "the digest must have 32 hexadecimal digits, or be empty",
-                self.digest[:80],
-            ),
-            (self.by.strip(), "the person is missing (by)", self.by),
-            (
-                _is_moment(self.when),
-                "when must be ISO 8601 in UTC, for example 2026-01-31T08:15:00Z",
-                self.when[:80],
+                _WHEN.fullmatch(self.when) and naming.clock_time(self.when),
+                f"when must be ISO 8601 in UTC, for example {_EXAMPLE}",
             ),
         ):
             if not is_right:
-                raise _invalid(message, found)
+                raise _invalid(message, self)
 
     @property
     def key(self) -> str:
@@ -90,18 +74,17 @@ class Decision:
         return self.digest or self.path
 
 
-def _invalid(message: str, found: object) -> DataError:
-    return DataError(message, code="invalid-decision", found=repr(found))
+def _invalid(message: str, decision: Decision) -> DataError:
+    found = {name: repr(getattr(decision, name))[:80] for name in LABELS_COLUMNS}
+    return DataError(message, code="invalid-decision", found=found)
 
 
-def _is_moment(when: str) -> bool:
-    with suppress(ValueError):
-        return bool(_WHEN.fullmatch(when) and datetime.fromisoformat(when))
-    return False
+def _is_line(text: str) -> bool:
+    return text.isprintable() and len(text.encode("utf-8", "replace")) <= MAX_CELL
 
 
-def login_name() -> str:  # for `Decision.by`; raises UsageError
-    "Return the name of the person who is logged in."
+def login_name() -> str:
+    "Return the name of the person who is logged in, for `Decision.by`; raises UsageError."
     try:
         return getpass.getuser()
     except (KeyError, OSError) as e:  # no such user, as in some containers
@@ -112,8 +95,8 @@ def login_name() -> str:  # for `Decision.by`; raises UsageError
         ) from e
 
 
-def now_utc() -> str:  # for `Decision.when`
-    "Return the present time as ISO 8601 in UTC, to a millisecond."
+def now_utc() -> str:
+    "Return the present time as ISO 8601 in UTC, to a millisecond, for `Decision.when`."
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 # %% ../../nbs/audio/labels.ipynb #f3a3f8fc
@@ -127,13 +110,11 @@ def _line(cells: Iterable[str], delimiter: str = ",") -> bytes:
 
 
 _HEADER = _line(LABELS_COLUMNS)
-
-
 _MAX_ROW = 1 << 16  # bytes
 _LOCK_WAIT_S = 30  # a decision is written in milliseconds
 
 
-def _open_table(file: Path, stack: ExitStack) -> int:
+def _open_table(file: Path, stack: contextlib.ExitStack) -> int:
     "Open a table to append to it; the stack closes it."
     fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     stack.callback(os.close, fd)
@@ -142,28 +123,28 @@ def _open_table(file: Path, stack: ExitStack) -> int:
     return fd
 
 
-def append_decision(
-    file: str | os.PathLike,  # labels.csv; made if it does not exist
-    decision: Decision,
-) -> None:  # raises DataError if the file is no table of decisions, OutputError if it cannot be written
-    "Append a decision to a table, durably; safe with several processes at once."
+def append_decision(file: str | os.PathLike, decision: Decision) -> None:
+    """Append a decision to labels.csv, which is made if it does not exist; durable, and safe with several processes.
+
+    Raises DataError if the file is no table of decisions, OutputError if it cannot be written.
+    """
     file = Path(os.path.abspath(file))
     if not decision.path.isprintable():
         if not decision.digest:
-            raise _invalid("a path that is not printable needs a digest", show_path(decision.path))
+            raise _invalid("a path that is not printable needs a digest", decision)
         decision = replace(decision, path=show_path(decision.path))
-    with write_errors(file), ExitStack() as stack:
+    with files.write_errors(file), contextlib.ExitStack() as stack:
         fd = _open_table(file, stack)
-        if not flock(fd, wait=True):
-            stack.enter_context(OwnerLock(file.resolve(), wait_s=_LOCK_WAIT_S))
+        if not locks.flock(fd, wait=True):
+            stack.enter_context(locks.OwnerLock(file.resolve(), wait_s=_LOCK_WAIT_S))
             # NFS shows what others wrote to those who open the file after them
             fd = _open_table(file, stack)
         if _append(fd, astuple(decision), file):
-            sync_folder(file.parent)
+            files.sync_folder(file.parent)
 
 
-def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the file was empty
-    "Repair the end of the open and locked table, and append a row with the delimiter of the table."
+def _append(fd: int, cells: Sequence[str], file: Path) -> bool:
+    "Repair the end of the open and locked table, append a row with its delimiter, and return whether it was empty."
     size = os.fstat(fd).st_size
     head = pread_all(fd, len(_BOM) + len(_HEADER) + 2, 0).removeprefix(_BOM)
     delimiter = csv_table(file, head.decode("utf-8", "replace"), LABELS_COLUMNS).delimiter
@@ -178,7 +159,7 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the f
             path=file,
             found=show_path(head.split(b"\n")[0]),
             expected=_HEADER.decode().strip(),
-            remedy="save the table as CSV UTF-8 with these columns in this order, or choose another file for the decisions",
+            remedy="save the table as CSV UTF-8 with these columns in this order, or choose another file",
         )
     else:
         tail = pread_all(fd, _MAX_ROW, max(0, size - _MAX_ROW))
@@ -193,7 +174,7 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the f
             log.warning("%s: an incomplete last line was removed", show_path(file))
             os.ftruncate(fd, size := size - len(last))
     try:
-        write_all(fd, row)
+        files.write_all(fd, row)
         os.fsync(fd)
     except BaseException:
         os.ftruncate(fd, size)  # or half a line would stay
@@ -201,10 +182,8 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:  # whether the f
     return size == 0
 
 # %% ../../nbs/audio/labels.ipynb #cac430fb
-def read_decisions(
-    file: str | os.PathLike,  # as `append_decision` writes it
-) -> list[Decision]:  # in the order of the lines; raises DataError
-    "Read a table of decisions; an incomplete last line is left out and logged."
+def read_decisions(file: str | os.PathLike) -> list[Decision]:
+    "Read a table of decisions in the order of its lines; an incomplete last line is left out and logged. Raises DataError."
     file = Path(os.path.abspath(file))
     return _parse(file, read_table_bytes(file))
 
@@ -244,53 +223,46 @@ class CurrentLabels:
     labels: dict[str, str]  # agreed by all who decided
     disagreements: dict[str, tuple[Decision, ...]]  # last decisions that differ
     unsure: tuple[str, ...]  # at least one is unsure, nobody disagrees
-    undone: tuple[str, ...]  # a person withdrew a label, and nobody has given another one
     exact_paths: bool = False  # from a table of paths and labels: each path must be known
 
-    def __len__(self) -> int:
-        return len(self.last)
 
-    def __repr__(self) -> str:
-        return (
-            f"CurrentLabels({len(self.labels):,} agreed, {len(self.disagreements):,} disagreements, "
-            f"{len(self.unsure):,} unsure, {len(self.undone):,} undone)"
-        )
+def _folded(label: str) -> str:
+    "Return a label without differences that readers do not see."
+    return comparison.text_key(label).casefold()
 
 
-def _order(decisions: Iterable[Decision]) -> list[Decision]:
-    return sorted(decisions, key=lambda d: datetime.fromisoformat(d.when))
+def _last_of_each(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
+    "Return the last decision of each person, in the order of their times."
+    last: dict[str, Decision] = {}
+    for d in sorted(decisions, key=lambda d: datetime.fromisoformat(d.when)):
+        last.pop(d.by, None)
+        last[d.by] = d
+    return tuple(last.values())
 
 
-def _verdict(last: Iterable[Decision]) -> tuple[str, str]:  # "agreed", "differ", "unsure" or "none"; label
-    "Return what the last decisions on a recording amount to."
+def _verdict(last: Iterable[Decision]) -> tuple[str, str]:
+    'Return what the last decisions on a recording amount to, "agreed", "differ", "unsure" or "none", and the label.'
     opinions = [d.label for d in last if d.label != SKIPPED]
     named = [label for label in opinions if label != UNSURE]
-    if len({text_key(label).casefold() for label in named}) > 1:
+    if len(set(map(_folded, named))) > 1:
         return "differ", ""
     if UNSURE in opinions:
         return "unsure", ""
     return ("agreed", named[-1]) if named else ("none", "")
 
 
-def current_labels(
-    decisions: Iterable[Decision],  # of one table or several
-) -> CurrentLabels:
-    "Derive the present label of each recording from the decisions of all people."
-    last: dict[str, dict[str, Decision]] = {}
-    ordered = _order(decisions)
-    for d in ordered:
-        mine = last.setdefault(d.key, {})
-        mine.pop(d.by, None)  # the order is that of the last decisions
-        mine[d.by] = d
-    named = {d.key for d in ordered if d.label not in (SKIPPED, UNSURE)}
-    found = {key: tuple(mine.values()) for key, mine in last.items()}
-    verdicts = {key: _verdict(mine) for key, mine in found.items()}
+def current_labels(decisions: Iterable[Decision]) -> CurrentLabels:
+    "Derive the present label of each recording from the decisions of all people, of one table or several."
+    given: dict[str, list[Decision]] = {}
+    for d in decisions:
+        given.setdefault(d.key, []).append(d)
+    found = {key: _last_of_each(own) for key, own in given.items()}
+    verdicts = {key: _verdict(last) for key, last in found.items()}
     return CurrentLabels(
         found,
         {key: label for key, (kind, label) in verdicts.items() if kind == "agreed"},
         {key: found[key] for key, (kind, _) in verdicts.items() if kind == "differ"},
         tuple(key for key, (kind, _) in verdicts.items() if kind == "unsure"),
-        tuple(key for key, (kind, _) in verdicts.items() if kind == "none" and key in named),
     )
 
 # %% ../../nbs/audio/labels.ipynb #d1757b35
@@ -306,10 +278,8 @@ class Relabelled:
     persons: dict[int, str]  # by place; the people who agreed on the label of a recording
 
 
-def joint_counts(
-    found: Sequence[Relabelled],  # of several lists of recordings, with one table
-) -> dict[str, int]:  # plain values, for a summary
-    "Count labels by people."
+def joint_counts(found: Sequence[Relabelled]) -> dict[str, int]:
+    "Count labels by people of several lists of recordings, with one table; plain values for a summary."
     return {
         "by_people": sum(len(r.persons) for r in found),
         "changed": sum(len(r.changed) for r in found),
@@ -323,10 +293,8 @@ BY_COLUMN = "label_by"  # other columns of a data set (extra/...): who labelled 
 BEFORE_COLUMN = "label_before"  # and the label that it had before
 
 
-def counts_text(
-    counts: dict[str, int],  # of `joint_counts`
-) -> str:
-    "Return the counts of labels by people as a sentence."
+def counts_text(counts: dict[str, int]) -> str:
+    "Return the counts of `joint_counts` as a sentence."
     return (
         f"{counts['by_people']:,} labelled by people, {counts['changed']:,} of them changed; keep their label: "
         f"{counts['disagreements']:,} disagreements, {counts['unsure']:,} unsure; {counts['not_found']:,} not found"
@@ -339,14 +307,11 @@ def check_paths(
     file: str | os.PathLike | None = None,  # of the table, for errors
 ) -> None:  # raises DataError if a decision without a digest names a path that several recordings have
     "Check that paths identify recordings, and warn of paths in a handwritten table that no recording has."
-    paths = list(paths)
-    named = set(
-        match_texts(
-            {d.path for last in current.last.values() for d in last if d.label and not d.digest}, paths
-        ).values()
-    )
-    counts = Counter(paths)
-    if several := sorted(path for path in named if counts[path] > 1):
+    counts = collections.Counter(paths)
+    named = {d.path for last in current.last.values() for d in last if d.label and not d.digest}
+    if several := sorted(
+        path for path in {*comparison.match_texts(named, counts).values()} if counts[path] > 1
+    ):
         raise DataError(
             "several recordings have the same path",
             code="ambiguous-recording",
@@ -354,13 +319,11 @@ def check_paths(
             found=show_path(several[0]),
             remedy="give the digest of the recording too (labels.csv), or use the splits or data sets separately",
         )
-    if current.exact_paths and (unknown := sorted(current.last.keys() - match_texts(current.last, counts))):
-        log.warning(
-            "%s of %s paths in the table of labels were not found, first %s",
-            f"{len(unknown):,}",
-            f"{len(current.last):,}",
-            show_path(unknown[0]),
-        )
+    if current.exact_paths and (
+        unknown := sorted(current.last.keys() - comparison.match_texts(current.last, counts))
+    ):
+        n = f"{len(unknown):,} of {len(current.last):,}"
+        log.warning("%s paths in the table of labels were not found, first %s", n, show_path(unknown[0]))
 
 
 def relabel(
@@ -374,14 +337,14 @@ def relabel(
     met = set[str]()
     named = {d.path for last in current.last.values() for d in last if not d.digest}
     by_path: dict[str, tuple[Decision, ...]] = {}
-    for name, path in sorted(match_texts(named, paths).items()):
+    for name, path in sorted(comparison.match_texts(named, paths).items()):
         by_path[path] = (*by_path.get(path, ()), *current.last[name])
     for i, (path, digest) in enumerate(zip(paths, digests)):
         opinions = (*(current.last.get(digest, ()) if digest else ()), *by_path.get(path, ()))
         if not opinions:
             continue
         met.update(d.key for d in opinions)
-        last = tuple({d.by: d for d in _order(opinions)}.values())
+        last = _last_of_each(opinions)
         kind, label = _verdict(last)
         if kind == "differ":
             new.disagreements[i] = last
@@ -389,7 +352,7 @@ def relabel(
             new.unsure.append(i)
         elif kind == "agreed":
             new.persons[i] = ", ".join(sorted(d.by for d in last if d.label))
-            if text_key(label).casefold() != text_key(labels[i]).casefold():
+            if _folded(label) != _folded(labels[i]):
                 new.labels[i] = label
                 new.changed.append(i)
     return replace(new, missing=frozenset(current.last.keys() - met))
@@ -398,10 +361,8 @@ def relabel(
 LabelTable = str | os.PathLike | CurrentLabels
 
 
-def read_labels(
-    table: LabelTable,  # a table of decisions, a CSV table with path and label, or the result of this function
-) -> CurrentLabels:  # raises DataError
-    "Read labels by people from either kind of table."
+def read_labels(table: LabelTable) -> CurrentLabels:
+    "Read labels by people: a table of decisions, or a CSV table with path and label. Raises DataError."
     if isinstance(table, CurrentLabels):
         return table
     file = Path(os.path.abspath(table))
@@ -417,19 +378,6 @@ def read_labels(
     return replace(current_labels(given), exact_paths=True)
 
 # %% ../../nbs/audio/labels.ipynb #0564b40f
-def _folded(label: str) -> str:
-    "Return a label without differences that readers do not see."
-    return text_key(label).casefold()
-
-
-def _digests(manifest: Manifest, progress: str) -> list[list[str]]:  # by listing
-    content = manifest.content
-    if content is None:
-        content = read_content(manifest.listings, progress=progress)[0]
-    known = (d if isinstance(d, str) else "" for d in content["digest"])
-    return [list(islice(known, len(x))) for x in manifest.listings]
-
-
 def relabel_manifest(
     manifest: Manifest,
     labels: LabelTable,  # labels by people
@@ -438,14 +386,25 @@ def relabel_manifest(
 ) -> Manifest:  # raises DataError
     "Replace the labels of a manifest by those on which people agree."
     current = read_labels(labels)
-    has_digests = any(d.digest for last in current.last.values() for d in last)
-    digests = _digests(manifest, progress) if has_digests else [[""] * len(x) for x in manifest.listings]
+    digests: Iterator[str] = itertools.repeat("")
+    if any(d.digest for last in current.last.values() for d in last):
+        content = manifest.content
+        if content is None:
+            content = problems.read_content(manifest.listings, progress=progress)[0]
+        digests = (d if isinstance(d, str) else "" for d in content["digest"])
     paths = [[os.fsdecode(p) for p in x.paths] for x in manifest.listings]
-    check_paths(current, chain.from_iterable(paths), None if isinstance(labels, CurrentLabels) else labels)
+    check_paths(
+        current, itertools.chain.from_iterable(paths), None if isinstance(labels, CurrentLabels) else labels
+    )
     before = np.array(["", *manifest.label_names], object)
     found = [
-        relabel(current, own_paths, own, before[x.label_ids.clip(min=-1) + 1].tolist())
-        for x, own_paths, own in zip(manifest.listings, paths, digests)
+        relabel(
+            current,
+            own,
+            list(itertools.islice(digests, len(x))),
+            before[x.label_ids.clip(min=-1) + 1].tolist(),
+        )
+        for x, own in zip(manifest.listings, paths)
     ]
     names = list(manifest.label_names)  # some may differ only in case
     new = {_folded(label): label for label in sorted({r.labels[k] for r in found for k in r.changed})[::-1]}
@@ -455,7 +414,7 @@ def relabel_manifest(
         manifest,
         label_names=tuple(names),
         listings=tuple(_relabelled(x, r, names) for x, r in both),
-        notes=(*manifest.notes, *chain.from_iterable(_open_labels(x, r) for x, r in both)),
+        notes=(*manifest.notes, *itertools.chain.from_iterable(_open_labels(x, r) for x, r in both)),
         people=joint_counts(found),
     )
 
@@ -476,15 +435,15 @@ def _relabelled(listing: Listing, found: Relabelled, names: list[str]) -> Listin
     return replace(listing, label_ids=ids, extra={**listing.extra, **people})
 
 
-def _open_labels(listing: Listing, found: Relabelled) -> Iterator[Problem]:
+def _open_labels(listing: Listing, found: Relabelled) -> Iterator[problems.Problem]:
     "Report the recordings on whose label people disagree, or are unsure."
     for k, last in found.disagreements.items():
         opinions = ", ".join(f"{show_path(d.by)}: {show_path(d.label)}" for d in last if d.label)
-        yield Problem(
+        yield problems.Problem(
             "label_disagreement", listing.show(k), f"people disagree ({opinions}); the label is unchanged"
         )
     for k in found.unsure:
-        yield Problem("label_unsure", listing.show(k), "a person is unsure; the label is unchanged")
+        yield problems.Problem("label_unsure", listing.show(k), "a person is unsure; the label is unchanged")
 
 # %% ../../nbs/audio/labels.ipynb #e106d5d3
 _BEGIN, _END = "Begin Time (s)", "End Time (s)"
@@ -498,11 +457,8 @@ class TimeRange(NamedTuple):
     text: str
 
 
-def read_track(
-    file: str | os.PathLike,  # as Audacity exports labels, or Raven saves a selection table
-    column: str = "Annotation",  # of a selection table, that holds the text
-) -> list[TimeRange]:  # in the order of the file; raises DataError
-    "Read a label track of Audacity, or a selection table of Raven."
+def read_track(file: str | os.PathLike, column: str = "Annotation") -> list[TimeRange]:
+    "Read a label track of Audacity, or a selection table of Raven with the texts in a column; raises DataError."
     rows = [line.split("\t") for line in read_text(file).splitlines()]
     head = [cell.strip() for cell in rows[0]] if rows else []
     is_raven = {_BEGIN, _END} <= set(head)
@@ -537,12 +493,8 @@ def read_track(
     return list(found.values())
 
 
-def write_track(
-    ranges: Iterable[TimeRange],
-    format: str = "audacity",  # or raven
-    high_hz: float = 0,  # upper edge of each selection of Raven: half the sample rate
-) -> str:  # content of a text file that the program opens
-    "Write a label track of Audacity, or a selection table of Raven."
+def write_track(ranges: Iterable[TimeRange], format: str = "audacity", high_hz: float = 0) -> str:
+    "Return the text of a label track of Audacity, or of a selection table of Raven with an upper edge of the selections."
     if format == "audacity":
         return "".join(f"{r.start_s:.6f}\t{r.end_s:.6f}\t{r.text}\n" for r in ranges)
     head = f"Selection\tView\tChannel\t{_BEGIN}\t{_END}\tLow Freq (Hz)\tHigh Freq (Hz)\tAnnotation\n"
@@ -552,12 +504,8 @@ def write_track(
     )
 
 # %% ../../nbs/audio/labels.ipynb #886f1d62
-def label_of(
-    ranges: Iterable[TimeRange],
-    labels: Sequence[str],  # names of the classes
-    leak_label: str = "LEAK",
-) -> str:  # one of the labels, UNSURE or SKIPPED
-    "Derive the label of a recording from its time ranges."
+def label_of(ranges: Iterable[TimeRange], labels: Sequence[str], leak_label: str = "LEAK") -> str:
+    "Derive the label of a recording from its time ranges: one of the names of classes, UNSURE or SKIPPED."
     names = {_folded(name): name for name in labels}
     seconds: dict[str, float] = {}
     for r in ranges:
@@ -573,26 +521,22 @@ _ENDING = re.compile(r"(\.table\.\d+)?(\.selections)?\.txt$", re.IGNORECASE | re
 
 
 def _paths_below(folder: Path) -> list[str]:
-    return [os.fsdecode(path) for path, _, _ in found_below(existing_folder(folder), folder)[0]]
+    return [
+        os.fsdecode(path) for path, _, _ in folders.found_below(folders.existing_folder(folder), folder)[0]
+    ]
 
 
 def _by_stem(folder: Path) -> dict[str, list[str]]:
     "Return the paths of the recordings below a folder by the name without its extension."
     found: dict[str, list[str]] = {}
     for path in _paths_below(folder):
-        found.setdefault(text_key(os.path.splitext(os.path.basename(path))[0]), []).append(path)
+        found.setdefault(comparison.text_key(os.path.splitext(os.path.basename(path))[0]), []).append(path)
     return found
 
 
-def _recording_of(
-    track: Path,
-    root: Path,
-    by_stem: dict[str, list[str]],  # of `_by_stem`
-    *,
-    is_needed: bool,
-) -> str | None:  # path below the root; raises DataError
-    "Return the recording of a track: the one next to it, or the only one of its name."
-    found = by_stem.get(text_key(_ENDING.sub("", track.name)), [])
+def _recording_of(track: Path, root: Path, by_stem: dict[str, list[str]], *, is_needed: bool) -> str | None:
+    "Return the recording of a track, below the root: the one next to it, or the only one of its name. Raises DataError."
+    found = by_stem.get(comparison.text_key(_ENDING.sub("", track.name)), [])
     near = [path for path in found if (root / path).parent == track.parent]
     if len(found := near or found) > 1:
         raise DataError(
@@ -614,33 +558,14 @@ def _recording_of(
 
 # %% ../../nbs/audio/labels.ipynb #62454aa1
 @dataclass(frozen=True)
-class TrackImport:
-    "What was imported from tracks."
+class TrackResult:
+    "What was imported from tracks, or written as tracks."
 
-    into: Path  # labels.csv
-    written: tuple[Decision, ...]
-    unchanged: int  # tracks of recordings to which the person gave the same label before
-    without_label: tuple[str, ...]  # tracks in which no class is marked, with their texts
-    without_recording: tuple[str, ...]  # text files of folders that belong to no recording
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        "Plain values, for machines."
-        return {
-            "into": show_path(self.into),
-            "written": len(self.written),
-            "unchanged": self.unchanged,
-            "decisions": [{"path": show_path(d.path), "label": d.label} for d in self.written],
-            "without_label": list(self.without_label),
-            "without_recording": list(self.without_recording),
-        }
+    summary: dict[str, Any]  # plain values, for machines
+    text: str
 
     def __repr__(self) -> str:
-        head = (
-            f"{len(self.written):,} decisions written to {show_path(self.into)}, {self.unchanged:,} unchanged"
-        )
-        unlabelled = (f"  no class is marked: {text}" for text in self.without_label)
-        return "\n".join([head, *unlabelled, *(f"  no recording: {path}" for path in self.without_recording)])
+        return self.text
 
 
 def _track_files(tracks: Sequence[str | os.PathLike]) -> Iterator[tuple[Path, Path | None]]:
@@ -650,7 +575,7 @@ def _track_files(tracks: Sequence[str | os.PathLike]) -> Iterator[tuple[Path, Pa
             yield path, None
             continue
         for file in sorted(path.rglob("*.[tT][xX][tT]")):
-            if file.is_file() and not any(map(is_system_folder, file.relative_to(path).parts[:-1])):
+            if file.is_file() and not any(map(folders.is_system_folder, file.relative_to(path).parts[:-1])):
                 yield file, path
 
 
@@ -663,11 +588,11 @@ def import_tracks(
     classes: Sequence[str] = ("LEAK", "NOLEAK"),  # texts that are labels; others are comments
     leak_label: str = "LEAK",  # wins, wherever it is marked
     column: str = "Annotation",  # of selection tables
-) -> TrackImport:  # raises LeakmelError, and has written nothing then
+) -> TrackResult:  # raises LeakmelError, and has written nothing then
     "Append a decision to labels.csv for each track."
     into = Path(os.path.abspath(into))
     current = current_labels(read_decisions(into) if os.path.lexists(into) else [])
-    if not match_texts([leak_label], classes):
+    if not comparison.match_texts([leak_label], classes):
         raise UsageError(
             "the leak label is not one of the classes",
             code="unknown-label",
@@ -675,20 +600,22 @@ def import_tracks(
             expected=f"one of {', '.join(classes)}",
             remedy="name it (leak_label=, --leak-label)",
         )
-    files = list(_track_files(tracks))
-    if not files:
+    given = list(_track_files(tracks))
+    if not given:
         raise DataError(
             "no label track was found",
             code="no-recordings",
             path=tracks[0] if tracks else into,
             expected="label tracks of Audacity or selection tables of Raven: NAME.txt for the recording NAME.wav",
         )
-    below = cache(_by_stem)
+    below = functools.cache(_by_stem)
     new: dict[str, Decision] = {}
-    lost = list[str]()
-    unlabelled = list[str]()
     n_same = 0
-    for track, folder in files:
+    lost, unlabelled = (
+        list[str](),
+        list[str](),
+    )  # text files of folders without a recording; tracks without a class
+    for track, folder in given:
         root = Path(os.path.abspath(recordings)) if recordings is not None else folder or track.parent
         path = _recording_of(track, root, below(root), is_needed=folder is None)
         if path is None:
@@ -696,9 +623,8 @@ def import_tracks(
             continue
         ranges = read_track(track, column)
         label = label_of(ranges, classes, leak_label)
-        decision = Decision(
-            path, read_wav(root / path).digest, label, by, now_utc(), f"track {show_path(track.name)}"[:200]
-        )
+        note = f"track {show_path(track.name)}"[:200]
+        decision = Decision(path, read_wav(root / path).digest, label, by, now_utc(), note)
         if label == SKIPPED:
             texts = ", ".join(sorted({r.text for r in ranges if r.text}))[:200]
             unlabelled.append(f"{show_path(track)}{f' ({texts})' if texts else ''}")
@@ -714,37 +640,23 @@ def import_tracks(
             )
     for decision in new.values():
         append_decision(into, decision)
-    return TrackImport(into, tuple(new.values()), n_same, tuple(unlabelled), tuple(lost))
+    summary = {
+        "into": show_path(into),
+        "written": len(new),
+        "unchanged": n_same,
+        "decisions": [{"path": show_path(d.path), "label": d.label} for d in new.values()],
+        "without_label": unlabelled,
+        "without_recording": lost,
+    }
+    head = f"{len(new):,} decisions written to {show_path(into)}, {n_same:,} unchanged"
+    rest = (
+        *(f"no class is marked: {text}" for text in unlabelled),
+        *(f"no recording: {path}" for path in lost),
+    )
+    return TrackResult(summary, "\n  ".join([head, *rest]))
 
 # %% ../../nbs/audio/labels.ipynb #c303a29e
 TRACK_FORMATS = {"audacity": ".txt", "raven": ".selections.txt"}  # and the ends of the file names
-
-
-@dataclass(frozen=True)
-class TrackExport:
-    "Tracks that were written."
-
-    folder: Path
-    written: tuple[str, ...]  # below the folder
-    not_found: int  # recordings that are not below the folder of the recordings
-    disagreements: int  # recordings without a track
-    unsure: int  # recordings without a track
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        "Plain values, for machines."
-        return asdict(self) | {"folder": show_path(self.folder), "written": [*map(show_path, self.written)]}
-
-    def __repr__(self) -> str:
-        rest = f"{self.not_found:,} recordings not found, {self.disagreements:,} disagreements, {self.unsure:,} unsure"
-        return f"{len(self.written):,} tracks in {show_path(self.folder)}; without a track: {rest}"
-
-
-def _is_readable(file: Path) -> bool:
-    try:
-        return bool(read_wav(file))
-    except RecordingError:
-        return False
 
 
 def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recording, str]]:
@@ -756,26 +668,27 @@ def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recordi
     for path in paths:
         for n in range(path.count("/") + 1):  # a decision's path may lack the folder of a split
             fitting.get(path.split("/", n)[-1], []).append(path)
-    near: dict[str, str] = {}  # recording -> key of a decision without a digest
+    near: dict[str, str] = {}  # recording -> path of a decision without a digest
+    met = set[str]()  # such paths, of recordings that were read
     for d in sorted((d for d in decided if not d.digest), key=lambda d: len(d.path)):
-        if len(fitting[d.path]) > 1:
-            fitting[d.path] = [path for path in fitting[d.path] if _is_readable(root / path)]
-        if len(fitting[d.path]) > 1:
-            raise DataError(
-                "several recordings have the path of a decision",
-                code="ambiguous-recording",
-                path=root,
-                found=", ".join(map(show_path, fitting[d.path])),
-                remedy="export the labels of each split separately",
-            )
-        near |= dict.fromkeys(fitting[d.path], d.key)  # the longest path wins
+        near |= dict.fromkeys(fitting[d.path], d.path)  # the longest path wins
     first = {path for found in fitting.values() for path in found}
     for path in sorted(paths, key=lambda path: path not in first):
         if path not in first and not any(current.last[key][-1].digest for key in labels):
             return
-        with suppress(RecordingError):  # damaged since it was labelled, or not a labelled one
+        with contextlib.suppress(RecordingError):  # damaged since it was labelled, or not a labelled one
             recording = read_wav(root / path)
-            key = recording.digest if recording.digest in labels else near.get(path)
+            place = near.pop(path, "")
+            if place in met:
+                raise DataError(
+                    "several recordings have the path of a decision",
+                    code="ambiguous-recording",
+                    path=root,
+                    found=", ".join(map(show_path, fitting[place])),
+                    remedy="export the labels of each split separately",
+                )
+            met |= {place} - {""}
+            key = recording.digest if recording.digest in labels else place
             if key in labels:
                 yield path, recording, labels.pop(key)
 
@@ -786,7 +699,7 @@ def export_tracks(
     *,
     format: str = "audacity",  # of TRACK_FORMATS
     recordings: str | os.PathLike | None = None,  # folder; None: that of the table
-) -> TrackExport:  # raises LeakmelError; no existing file is replaced
+) -> TrackResult:  # raises LeakmelError; no existing file is replaced
     "Write a track for each recording on whose label people agree."
     if format not in TRACK_FORMATS:
         raise UsageError(
@@ -797,27 +710,30 @@ def export_tracks(
         )
     current, target = read_labels(labels), Path(os.path.abspath(to))
     root = Path(os.path.abspath(recordings or Path(labels).parent))
-    files: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for path, recording, label in _labelled(root, current):
         name = os.path.splitext(path)[0] + TRACK_FORMATS[format]
-        if name in files or os.path.lexists(target / name):
+        if name in texts or os.path.lexists(target / name):
             raise OutputError(
                 "the file exists, and may hold the work of a person",
                 code="other-file-in-the-way",
                 path=target / name,
                 remedy="choose a new folder",
             )
-        whole = [TimeRange(0.0, recording.duration_s, label)]
-        files[name] = write_track(whole, format, recording.sample_rate / 2)
-    for name, text in files.items():
-        with write_errors(target / name):
+        texts[name] = write_track(
+            [TimeRange(0.0, recording.duration_s, label)], format, recording.sample_rate / 2
+        )
+    for name, text in texts.items():
+        with files.write_errors(target / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             with (target / name).open("x", encoding="utf-8") as f:
                 f.write(text)
-    return TrackExport(
-        target,
-        tuple(files),
-        len(current.labels) - len(files),
-        len(current.disagreements),
-        len(current.unsure),
-    )
+    rest = {
+        "not_found": len(current.labels) - len(texts),
+        "disagreements": len(current.disagreements),
+        "unsure": len(current.unsure),
+    }
+    summary = {"folder": show_path(target), "written": [*map(show_path, texts)], **rest}
+    missing = "{not_found:,} recordings not found, {disagreements:,} disagreements, {unsure:,} unsure"
+    text = f"{len(texts):,} tracks in {show_path(target)}; without a track: {missing.format(**rest)}"
+    return TrackResult(summary, text)

@@ -6,22 +6,18 @@
 __all__ = []
 
 # %% ../../nbs/audio/listing.ipynb #433a12cf
-import errno, os, re, stat, sys
+import contextlib, errno, heapq, itertools, os, re, stat, sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
-from itertools import compress, islice
 from pathlib import Path
 
 import numpy as np
 
-from leakmel.audio import conform
+from leakmel.audio import conform, wav
 from leakmel.audio.naming import SPLITS, NameParts, Naming, columns_of_names, split_name
 from leakmel.audio.problems import Problem, how_many, show_place
-from leakmel.audio.wav import MACHINE_FAULTS, close_read
 from leakmel.core.errors import (
     DataError,
     LeakmelError,
@@ -43,7 +39,7 @@ def list_error(error: OSError, folder: str | bytes | os.PathLike) -> LeakmelErro
     "Return the error for a folder that cannot be listed."
     cause, remedy = explain(error, folder)
     how = "({}): {}".format(*cause.split(": ", 1))
-    if error.errno in MACHINE_FAULTS:
+    if error.errno in wav.MACHINE_FAULTS:
         return MachineError(
             f"the machine failed while listing a folder {how}", code="io-fault", path=folder, remedy=remedy
         )
@@ -58,9 +54,9 @@ def is_inside(path: str | bytes, root: str | bytes) -> bool:
 
 # %% ../../nbs/audio/listing.ipynb #cffdecae
 # folders that operating systems, storage devices and programs that synchronise make, in lower case
+# of Windows, Android, Linux and macOS; of network storage by Synology, QNAP, NetApp and Buffalo; of GoodSync, Nextcloud
 SYSTEM_FOLDERS = frozenset(
-    {
-        # Windows, Android, Linux, macOS
+    (
         *(
             "$recycle.bin",
             "recycler",
@@ -70,41 +66,31 @@ SYSTEM_FOLDERS = frozenset(
             "lost.dir",
             "lost+found",
         ),
-        *("__macosx", "network trash folder", "temporary items", "thevolumesettingsfolder"),
-        # network storage of Synology, QNAP, NetApp and Buffalo
+        *("__macosx", "network trash folder", "temporary items", "thevolumesettingsfolder", "@eadir", "@tmp"),
         *(
-            "@eadir",
             "@synoeastream",
-            "@tmp",
             "#recycle",
             "#snapshot",
             "@sharesnap",
             "@recycle",
             "@recently-snapshot",
+            "~snapshot",
         ),
-        *("~snapshot", "trashbox"),
-        # GoodSync, Nextcloud
-        *("_gsdata_", "files_trashbin", "files_versions"),
-    }
+        *("trashbox", "_gsdata_", "files_trashbin", "files_versions"),
+    )
 )
-_FOUND = re.compile(
-    r"found\.\d{3}|@gmt-.*|\.?trash-\d+", re.ASCII
-)  # files that Windows repaired, snapshots of Samba, bins
+# files that Windows repaired, snapshots of Samba, bins
+_FOUND = re.compile(r"found\.\d{3}|@gmt-.*|\.?trash-\d+", re.ASCII)
 
 
-def is_system_folder(
-    name: str,  # of a folder, without those that it lies in
-) -> bool:
-    "Whether a folder holds no recordings of the user: it is hidden, or one of SYSTEM_FOLDERS in any case."
+def is_system_folder(name: str) -> bool:
+    "Whether a folder of this name holds no recordings of the user: it is hidden, or one of SYSTEM_FOLDERS in any case."
     low = name.lower()
     return low.startswith(".") or low in SYSTEM_FOLDERS or _FOUND.fullmatch(low) is not None
 
 
-def folders_in(
-    path: Path,
-    root: Path,  # links are followed inside it
-) -> list[tuple[str, bool]]:  # sorted
-    "List the folders in a folder, without those of `is_system_folder`, and whether each lies in the root."
+def folders_in(path: Path, root: Path) -> list[tuple[str, bool]]:
+    "List the folders in a folder, sorted, without those of `is_system_folder`, and whether each lies in the root."
     if isinstance(path, StorePath):
         return [(name, True) for name in names_in(path)[0] if not is_system_folder(name)]
     found = []
@@ -116,7 +102,7 @@ def folders_in(
                         inside = not entry.is_symlink() or is_inside(entry.path, os.path.realpath(root))
                         found.append((entry.name, inside))
                 except OSError as e:
-                    if e.errno in MACHINE_FAULTS:
+                    if e.errno in wav.MACHINE_FAULTS:
                         raise
                     # a link in a circle
     except OSError as e:
@@ -124,12 +110,8 @@ def folders_in(
     return sorted(found)
 
 
-def split_folders(
-    root: Path,
-) -> dict[
-    str, Path
-]:  # split name -> folder, in the order TRAINING, VALIDATION, TESTING; {} for a folder of label folders
-    "Find the split folders of a root."
+def split_folders(root: Path) -> dict[str, Path]:
+    "Find the split folders of a root by name, in the order of SPLITS; {} for a folder of label folders."
     found: dict[str, Path] = {}
     for name, inside in folders_in(root, root):
         split = split_name(name)
@@ -154,11 +136,8 @@ def split_folders(
     return {s: found[s] for s in SPLITS if s in found}
 
 
-def label_map(
-    folders: list[Path],  # the split folders, or one folder of label folders
-    root: Path,  # links are followed inside it
-) -> tuple[str, ...]:  # names in id order
-    "Return the union of the label folder names, sorted by their bytes."
+def label_map(folders: list[Path], root: Path) -> tuple[str, ...]:
+    "Return the union of the label folder names in split folders, or in one folder, sorted by their bytes."
     names: set[str] = set()
     for folder in folders:
         if isinstance(folder, StorePath):
@@ -174,10 +153,8 @@ def label_map(
     return tuple(sorted(names, key=os.fsencode))
 
 
-def holds_recording(
-    folder: Path,  # links are not followed
-) -> bool:
-    "Whether a recording lies in a folder or below it. Raises DataError, MachineError."
+def holds_recording(folder: Path) -> bool:
+    "Whether a recording lies in a folder or below it; links are not followed. Raises DataError, MachineError."
     if isinstance(folder, StorePath):
         return any(
             is_recording_name(os.fsencode(name)) and not any(map(is_system_folder, folders))
@@ -185,9 +162,8 @@ def holds_recording(
         )
 
     def fail(error: OSError) -> None:
-        if not isinstance(
-            error, FileNotFoundError | NotADirectoryError
-        ):  # a label that this split does not have
+        # a label that this split does not have
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise list_error(error, folder) from error
 
     for place, folders, names in os.walk(os.fsencode(folder), onerror=fail):
@@ -205,7 +181,7 @@ def _entry_stat(entry: os.DirEntry, root: bytes) -> os.stat_result | None:
             return entry.stat(follow_symlinks=False)
         return entry.stat() if is_inside(entry.path, root) else None
     except OSError as e:
-        if e.errno in MACHINE_FAULTS or not entry.is_symlink():
+        if e.errno in wav.MACHINE_FAULTS or not entry.is_symlink():
             raise
         return None
 
@@ -214,19 +190,7 @@ FileEntry = tuple[bytes, int, int]  # path relative to the folder, bytes, mtime 
 MAX_PASSED_OVER = 20_000  # entries of folders that are not listed, in which recordings are counted
 
 
-_OTHER_AUDIO = (
-    b".flac",
-    b".mp3",
-    b".m4a",
-    b".aac",
-    b".ogg",
-    b".opus",
-    b".wma",
-    b".aif",
-    b".aiff",
-    b".w64",
-    b".au",
-)
+_OTHER_AUDIO = b".flac .mp3 .m4a .aac .ogg .opus .wma .aif .aiff .w64 .au".split()
 
 
 class FoundFiles:
@@ -272,14 +236,9 @@ class FoundFiles:
         left = list(self.left_out)
         for ending, (n, first) in self.other_formats.items():
             name = ending.decode()
-            left.append(
-                Problem(
-                    "other_format",
-                    show_path(os.path.relpath(first, root)),
-                    f"{how_many(n, name + ' file')} in the folder {'are' if n > 1 else 'is'} not read; "
-                    f"convert them to WAV, for example ffmpeg -i NAME{name} -c:a pcm_s16le NAME.wav",
-                )
-            )
+            message = f"{how_many(n, name + ' file')} in the folder {'are' if n > 1 else 'is'} not read; "
+            message += f"convert them to WAV, for example ffmpeg -i NAME{name} -c:a pcm_s16le NAME.wav"
+            left.append(Problem("other_format", show_path(os.path.relpath(first, root)), message))
         return sorted(left, key=lambda problem: problem.path)
 
     def leave_out(self, kind: str, path: bytes, root: bytes, why: str) -> None:
@@ -291,8 +250,8 @@ class FoundFiles:
         waiting = [folder]
         while waiting and self.left_to_count > 0:
             place = os.path.relpath(path := waiting.pop(), root)
-            with suppress(OSError), os.scandir(path) as entries:
-                for entry in islice(entries, self.left_to_count):
+            with contextlib.suppress(OSError), os.scandir(path) as entries:
+                for entry in itertools.islice(entries, self.left_to_count):
                     self.left_to_count -= 1
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
@@ -312,7 +271,6 @@ _MAX_BATCH = 16_384  # an entry takes several times the memory of its result
 _MANY = 200_000  # recordings after which loading compiled code pays, even if it has to be compiled
 LONGEST_PATH = 4096  # bytes; PATH_MAX of Linux
 LONGEST_NAME = 255  # NAME_MAX
-_SPECIAL = "the entry is not a regular file and was left out"
 _NOT_FOLLOWED = "the link was not followed: it is broken, circular or leads out of the data folder"
 _LISTED = "the folder was not listed again: it is a link, or lies below one, and is listed under another path"
 
@@ -337,18 +295,18 @@ def _take_plain(
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         _require_same(here, os.fstat(descriptor))
-        status = code.stat_files([e.name for e in compress(entries, is_plain)], descriptor)
+        status = code.stat_files([e.name for e in itertools.compress(entries, is_plain)], descriptor)
     except RuntimeError as e:  # no thread can be started
         raise OSError(errno.ENOMEM, str(e)) from e
     finally:
-        close_read(descriptor)
+        wav.close_read(descriptor)
     regular = np.array(is_plain, bool)
     regular[regular] = is_regular = status[:, 0] == stat.S_IFREG
     inside = os.path.join(folder[cut:], b"")
-    found.paths += [inside + e.name for e in compress(entries, regular)]
+    found.paths += [inside + e.name for e in itertools.compress(entries, regular)]
     found.sizes.frombytes(status[is_regular, 1].tobytes())
     found.mtimes_ns.frombytes(status[is_regular, 2].tobytes())
-    return list(compress(entries, ~regular))
+    return list(itertools.compress(entries, ~regular))
 
 
 def _found_objects(
@@ -364,11 +322,8 @@ def _found_objects(
         elif any(map(is_system_folder, map(os.fsdecode, folders))) and path not in named:
             found.passed_over[os.path.join(place, os.path.dirname(path))] += 1
         elif max(map(len, (*folders, name))) > LONGEST_NAME or len(path) > LONGEST_PATH:
-            found.left_out.append(
-                Problem(
-                    "special", show_path(path), "the key is too long for the path of a file; it is left out"
-                )
-            )
+            message = "the key is too long for the path of a file; it is left out"
+            found.left_out.append(Problem("special", show_path(path), message))
         else:
             found.add(path, size, stamp)
             on_found(1)
@@ -377,8 +332,8 @@ def _found_objects(
     return found, found.problems()
 
 
-def passed_over_note(found: Iterable[FoundFiles]) -> list[Problem]:  # of one listing; at most one
-    "Report how many recordings lie in folders that are not listed."
+def passed_over_note(found: Iterable[FoundFiles]) -> list[Problem]:
+    "Report how many recordings of one listing lie in folders that are not listed, if any."
     found = list(found)
     counts = sum((x.passed_over for x in found), Counter[bytes]())
     if not counts:
@@ -386,8 +341,8 @@ def passed_over_note(found: Iterable[FoundFiles]) -> list[Problem]:  # of one li
     folders = sorted(counts)
     more = "at least " if any(x.left_to_count <= 0 for x in found) else ""
     shown = ", ".join(map(show_path, folders[:3])) + (", ..." if len(folders) > 3 else "")
-    where = f"in {how_many(len(folders), 'system or hidden folder')}"
-    message = f"{more}{how_many(counts.total(), 'recording')} {where} {'was' if counts.total() == 1 else 'were'} passed over: {shown}"
+    n = f"{how_many(counts.total(), 'recording')} in {how_many(len(folders), 'system or hidden folder')}"
+    message = f"{more}{n} {'was' if counts.total() == 1 else 'were'} passed over: {shown}"
     return [Problem("passed_over", show_path(folders[0]), message)]
 
 
@@ -428,15 +383,15 @@ def found_below(
                 if not entry.is_symlink():
                     found.pass_over(entry.path, base, named)
             elif entry.is_symlink():
-                heappush(links, entry.path)
+                heapq.heappush(links, entry.path)
             else:
                 waiting.append(entry.path)
         elif wanted:
-            found.leave_out("special", entry.path, base, _SPECIAL)
+            found.leave_out("special", entry.path, base, "the entry is not a regular file and was left out")
 
     while waiting or links:
         by_link = by_link or not waiting  # a real folder below `folder` is always listed
-        path = waiting.pop() if waiting else heappop(links)
+        path = waiting.pop() if waiting else heapq.heappop(links)
         try:
             here = os.stat(path)
             if (here.st_dev, here.st_ino) in listed and by_link:
@@ -445,7 +400,7 @@ def found_below(
             listed.add((here.st_dev, here.st_ino))
             found.folders.append(path[cut:])
             with os.scandir(path) as entries:
-                while some := list(islice(entries, _MAX_BATCH)):
+                while some := list(itertools.islice(entries, _MAX_BATCH)):
                     n = len(found)
                     if len(some) >= _MIN_BATCH and ("leakmel.audio.native" in sys.modules or n >= _MANY):
                         some = _take_plain(path, here, some, found, cut)
@@ -462,19 +417,11 @@ def found_below(
 DRY = -2  # in place of a label
 
 
-def part_range(
-    n: int,  # recordings
-    number: int,  # of a part, from 1
-    n_parts: int,
-) -> tuple[int, int]:  # first recording, and the one after the last; raises UsageError
-    "Divide recordings into parts of nearly equal size, and return the range of one."
+def part_range(n: int, number: int, n_parts: int) -> tuple[int, int]:
+    "Divide n recordings into parts of nearly equal size, and return the range of one, from 1; raises UsageError."
     if not 1 <= number <= n_parts:
-        raise UsageError(
-            "there is no such part",
-            code="invalid-part",
-            found=f"{number}/{n_parts}",
-            expected="I/N with I from 1 to N",
-        )
+        found, expected = f"{number}/{n_parts}", "I/N with I from 1 to N"
+        raise UsageError("there is no such part", code="invalid-part", found=found, expected=expected)
     return n * (number - 1) // n_parts, n * number // n_parts
 
 
@@ -490,9 +437,8 @@ class Listing:
     label_ids: np.ndarray  # [n] int16; -1 for a file that has no label, DRY for one of `without_dry`
     naming: Naming = Naming()
     parts: tuple[NameParts, ...] | None = None  # of the names, where a table has them
-    extra: Mapping[str, Sequence[str]] = field(
-        default_factory=dict
-    )  # other columns of a table: name -> texts, one for each
+    # other columns of a table: name -> texts, one for each
+    extra: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -520,11 +466,8 @@ class Listing:
         "Whether the name has gain 1: the hydrophone was not in the water."
         return self.name_columns("gain")["gain"].astype(np.float32) == 1  # as data sets store it
 
-    def name_columns(
-        self,
-        *wanted: str,  # fields of `NameParts`
-    ) -> dict[str, np.ndarray]:  # [n] gain: float64; others: text as objects
-        "Return parts of the names as columns."
+    def name_columns(self, *wanted: str) -> dict[str, np.ndarray]:
+        "Return fields of `NameParts` as columns [n]: gain as float64, text as objects."
         if self.parts is not None or self.naming.source != "folders":
             rows = self.names
             return {
@@ -538,12 +481,8 @@ class Listing:
         found["session"] = np.full(len(self), "", object)
         return {name: found[name] for name in wanted}
 
-    def part(
-        self,
-        number: int,  # from 1
-        n_parts: int,
-    ) -> "Listing":
-        "Return one of n parts: consecutive recordings."
+    def part(self, number: int, n_parts: int) -> "Listing":
+        "Return one of n parts, numbered from 1: consecutive recordings."
         own = slice(*part_range(len(self), number, n_parts))
         return replace(
             self,
@@ -557,10 +496,8 @@ class Listing:
 
     def without_dry(self) -> "Listing":
         "Mark dry recordings as recordings that a build rejects."
-        return replace(
-            self,
-            label_ids=np.where(self.is_dry & (self.label_ids >= 0), DRY, self.label_ids).astype(np.int16),
-        )
+        ids = np.where(self.is_dry & (self.label_ids >= 0), DRY, self.label_ids)
+        return replace(self, label_ids=ids.astype(np.int16))
 
     @property
     def names(self) -> list[NameParts]:
@@ -603,37 +540,26 @@ def make_listing(
     )
 
 # %% ../../nbs/audio/listing.ipynb #f0240e01
-def existing_folder(
-    folder: str | os.PathLike,  # also the URL of objects
-    remedy: str | None = None,
-) -> Path:  # absolute; raises DataError, MachineError
-    "Check that a folder of recordings exists."
+def existing_folder(folder: str | os.PathLike, remedy: str | None = None) -> Path:
+    "Check that a folder of recordings, also the URL of objects, exists; absolute. Raises DataError, MachineError."
     root = absolute_folder(folder)
     if isinstance(root, StorePath):
         return root
     try:
         is_folder = stat.S_ISDIR(os.stat(root).st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError) as e:  # ValueError: a zero byte
-        raise DataError(
-            "no such folder",
-            code="no-such-folder",
-            path=root,
-            remedy=missing_remedy(root, remedy or explain(e, root)[1]),
-        ) from e
+        remedy = missing_remedy(root, remedy or explain(e, root)[1])
+        raise DataError("no such folder", code="no-such-folder", path=root, remedy=remedy) from e
     except OSError as e:
         raise list_error(e, root) from e
     if not is_folder:
-        raise DataError(
-            "this is a file, but a folder is needed", code="not-a-folder", path=root, remedy=remedy
-        )
+        message = "this is a file, but a folder is needed"
+        raise DataError(message, code="not-a-folder", path=root, remedy=remedy)
     return root
 
 
-def require_recordings(
-    found: FoundFiles,
-    root: Path,  # that was listed
-) -> None:  # raises DataError
-    "Refuse a folder without recordings."
+def require_recordings(found: FoundFiles, root: Path) -> None:
+    "Refuse a folder that was listed and has no recordings: raises DataError."
     if not len(found):
         raise DataError(
             "the folder holds no recordings",

@@ -6,62 +6,22 @@
 __all__ = ['GROUP_FIELDS', 'NO_LABEL_IN_TABLE', 'Manifest', 'scan']
 
 # %% ../../nbs/audio/manifest.ipynb #3d27879b
-import io, json, os, stat, time, zlib
+import html, io, json, os, shlex, stat, time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from html import escape
 from pathlib import Path
-from shlex import join
 from typing import TYPE_CHECKING, Any
-from zipfile import BadZipFile
 
 import numpy as np
 
-from leakmel.audio.listing import (
-    DRY,
-    FileEntry,
-    FoundFiles,
-    Listing,
-    existing_folder,
-    found_below,
-    is_inside,
-    is_recording_name,
-    is_system_folder,
-    label_map,
-    list_error,
-    make_listing,
-    passed_over_note,
-    split_folders,
-)
-from leakmel.audio.naming import (
-    SPLITS,
-    NameParts,
-    Naming,
-    ParsedPath,
-    PatternPreview,
-    pattern_naming,
-    preview_names,
-    split_name,
-    unread_fields,
-)
-from leakmel.audio.problems import (
-    Problem,
-    ProblemReport,
-    content_columns,
-    content_problems,
-    how_many,
-    label_problems,
-    name_problems,
-    read_content,
-    twin_problems,
-)
+from leakmel.audio import listing as files, naming as names_of_files, problems as checks, wav
+from leakmel.audio.listing import FileEntry, FoundFiles, Listing, found_below, make_listing
+from leakmel.audio.naming import SPLITS, NameParts, Naming, ParsedPath, split_name
+from leakmel.audio.problems import Problem, ProblemReport, how_many
 from leakmel.audio.tables import NameTable, missing_files, paths_below_root, read_table, table_columns
-from leakmel.audio.wav import MACHINE_FAULTS
-from leakmel.core.comparison import text_column, text_key
-from leakmel.core.errors import DataError, LeakmelError, UsageError, show_path
-from leakmel.core.files import read_own, sealed, write_whole
-from leakmel.core.parameters import answer_unknown
+from leakmel.core import comparison, files as own_files, parameters
+from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.progress import DelayedProgress
 from leakmel.core.store import StorePath, absolute_folder, names_in
 
@@ -73,11 +33,6 @@ _FORMAT = "leakmel manifest 3"
 _COLUMNS = {"sizes": np.int64, "mtimes_ns": np.int64, "label_ids": np.int16}
 
 
-def _plain(value: Any) -> Any:
-    "Return a folder, a naming or a problem for JSON."
-    return os.fspath(value) if isinstance(value, os.PathLike) else asdict(value)
-
-# %% ../../nbs/audio/manifest.ipynb #mf000005
 def _paths_of(array: np.ndarray) -> list[bytes]:
     "Return stored paths; raises ValueError for a path that leads out of the folder."
     joined = array.tobytes()
@@ -86,51 +41,26 @@ def _paths_of(array: np.ndarray) -> list[bytes]:
     return joined.split(b"\0") if joined else []
 
 
-def _listing_of(
-    head: Mapping[str, Any], root: Path, n_labels: int, arrays: Mapping[str, np.ndarray]
-) -> Listing:
+def _listing_of(head: Any, root: Path, n_labels: int, arrays: Mapping[str, np.ndarray]) -> Listing:
     "Return a stored listing; raises ValueError, TypeError, LookupError if it is invalid."
     paths = _paths_of(arrays["paths"])
     folder = absolute_folder(head["folder"])
     columns = {name: arrays[name].astype(kind) for name, kind in _COLUMNS.items()}
     parts = None if head["parts"] is None else tuple(NameParts(*each) for each in head["parts"])
-    texts = list(head["extra"].values())
-    ids = columns["label_ids"]
+    ids, texts = columns["label_ids"], list(head["extra"].values())
     if (
         {*map(len, (*columns.values(), *texts, paths if parts is None else parts))} != {len(paths)}
         or not all(isinstance(text, str) for each in texts for text in each)
-        or not DRY <= ids.min(initial=0) <= ids.max(initial=-1) < n_labels
+        or not files.DRY <= ids.min(initial=0) <= ids.max(initial=-1) < n_labels
         or folder not in (root, root / folder.name)
         or folder.name == ".."
     ):
         raise ValueError("the columns do not belong together, or the folder is not that of its root")
-    return Listing(
-        str(head["split"]),
-        folder,
-        paths,
-        **columns,
-        naming=Naming(**head["naming"]),
-        parts=parts,
-        extra=head["extra"],
-    )
-
-
-_UNREADABLE = (
-    RuntimeError,  # encrypted, or a compression that the zip module lacks, or too deep
-    zlib.error,
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    EOFError,
-    BadZipFile,
-    LeakmelError,
-)
+    naming, extra = Naming(**head["naming"]), head["extra"]
+    return Listing(str(head["split"]), folder, paths, **columns, naming=naming, parts=parts, extra=extra)
 
 # %% ../../nbs/audio/manifest.ipynb #5218fcf8
 GROUP_FIELDS = ("sensor", "session", "folder")
-_STORED_APART = ("listings", "unmatched", "content", "names")
 NO_LABEL_IN_TABLE = "the table has no label for the recording, which will be rejected"
 
 
@@ -147,12 +77,8 @@ class Manifest:
     naming: Naming = Naming()  # where labels and parts of names come from
     table_path: Path | None = None  # of the table that names the recordings
     unmatched: tuple[bytes, ...] = ()  # paths below the root that do not match a pattern with {split}
-    table_columns: Mapping[str, str] = field(
-        default_factory=dict
-    )  # which of its columns are used, as for `scan`
-    people: Mapping[str, int] = field(
-        default_factory=dict
-    )  # counts of labels by people, of `relabel_manifest`
+    table_columns: Mapping[str, str] = field(default_factory=dict)  # those that are used, as for `scan`
+    people: Mapping[str, int] = field(default_factory=dict)  # counts of `relabel_manifest`
     part_of: tuple[int, int] | None = None  # number of this part from 1, and number of parts; None: the whole
     table_digest: str = ""  # of the content of the table, as `NameTable` has it; empty: not known
     # content of the table; None: not in memory
@@ -166,47 +92,39 @@ class Manifest:
         labels = ", ".join(map(show_path, self.label_names)) or "none"
         return f"Manifest({how_many(len(self), 'recording')}: {splits}; labels {labels}; {how_many(len(self.problems), 'problem')})"
 
-    def part(
-        self,
-        number: int,  # from 1
-        n_parts: int,
-    ) -> "Manifest":  # raises UsageError
-        "Return one of n parts: consecutive recordings of each split, as equal in number as possible."
-        return replace(
-            self,
-            listings=tuple(x.part(number, n_parts) for x in self.listings),
-            notes=(),
-            content=None,
-            names=None,
-            part_of=(number, n_parts),
-        )
+    def part(self, number: int, n_parts: int) -> "Manifest":
+        """Return one of n parts, numbered from 1: consecutive recordings of each split, as equal in number as possible.
+
+        Raises UsageError.
+        """
+        own = tuple(x.part(number, n_parts) for x in self.listings)
+        return replace(self, listings=own, notes=(), content=None, names=None, part_of=(number, n_parts))
 
     def save(self, file: str | os.PathLike) -> Path:  # raises OutputError
         "Store the manifest in a file, without the columns that `scan(content=True)` reads."
+        names = {f.name for f in fields(self)} - {"listings", "unmatched", "content", "names"}
+        kept = ("split", "folder", "naming", "parts", "extra")
         head = {
             "format": _FORMAT,
-            "facts": {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STORED_APART},
-            "listings": [
-                {name: getattr(x, name) for name in ("split", "folder", "naming", "parts", "extra")}
-                for x in self.listings
-            ],
+            "facts": {name: getattr(self, name) for name in names},
+            "listings": [{name: getattr(x, name) for name in kept} for x in self.listings],
         }
-        arrays = {"head": np.frombuffer(json.dumps(head, default=_plain).encode(), np.uint8)}
-        for k, x in enumerate(self.listings):
-            arrays |= {f"{k}/{name}": getattr(x, name) for name in _COLUMNS}
-        lists = {"unmatched": self.unmatched, **{f"{k}/paths": x.paths for k, x in enumerate(self.listings)}}
-        arrays |= {name: np.frombuffer(b"\0".join(paths), np.uint8) for name, paths in lists.items()}
+        text = json.dumps(head, default=lambda x: os.fspath(x) if isinstance(x, os.PathLike) else asdict(x))
+        lists = {"head": [text.encode()], "unmatched": self.unmatched}
+        lists |= {f"{k}/paths": x.paths for k, x in enumerate(self.listings)}
+        arrays = {name: np.frombuffer(b"\0".join(parts), np.uint8) for name, parts in lists.items()}
+        arrays |= {f"{k}/{c}": getattr(x, c) for k, x in enumerate(self.listings) for c in _COLUMNS}
         with io.BytesIO() as content:
             np.savez(content, allow_pickle=False, **arrays)
-            return write_whole(Path(os.path.abspath(file)), sealed(content.getvalue()), sync=False)
+            return own_files.write_whole(
+                Path(os.path.abspath(file)), own_files.sealed(content.getvalue()), sync=False
+            )
 
     @staticmethod
-    def load(
-        file: str | os.PathLike,  # of `save`
-    ) -> "Manifest":  # raises DataError
-        "Read a stored manifest; the folder is not listed again."
+    def load(file: str | os.PathLike) -> "Manifest":
+        "Read a manifest that was stored by `save`; the folder is not listed again. Raises DataError."
         try:
-            with np.load(io.BytesIO(read_own(file)), allow_pickle=False) as stored:
+            with np.load(io.BytesIO(own_files.read_own(file)), allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
             head = json.loads(arrays["head"].tobytes())
             if head["format"] != _FORMAT:
@@ -214,12 +132,14 @@ class Manifest:
             facts = head["facts"]
             root = absolute_folder(facts["root"])
             labels = tuple(map(str, facts["label_names"]))
+            columns = [
+                {n: arrays[f"{k}/{n}"] for n in ("paths", *_COLUMNS)} for k in range(len(head["listings"]))
+            ]
             made = {
                 "root": root,
                 "label_names": labels,
                 "listings": tuple(
-                    _listing_of(x, root, len(labels), {n: arrays[f"{k}/{n}"] for n in ("paths", *_COLUMNS)})
-                    for k, x in enumerate(head["listings"])
+                    _listing_of(x, root, len(labels), own) for x, own in zip(head["listings"], columns)
                 ),
                 "notes": tuple(Problem(**note) for note in facts["notes"]),
                 "naming": Naming(**facts["naming"]),
@@ -228,7 +148,7 @@ class Manifest:
                 "part_of": facts["part_of"] and tuple(facts["part_of"]),
             }
             return Manifest(**facts | made)
-        except _UNREADABLE as e:
+        except Exception as e:  # whatever a damaged or a hostile file makes the parsers raise
             raise DataError(
                 "the file does not exist, is not a manifest, or is damaged",
                 code="no-manifest",
@@ -241,12 +161,12 @@ class Manifest:
         "Recordings per split and label; files in no label folder count as '(no label)'."
         names = ("(no label)", *self.label_names)
         found = {
-            x.split or x.folder.name: np.bincount(x.label_ids + 1, minlength=len(names)).tolist()
+            x.split or x.folder.name: np.bincount(x.label_ids + 1, minlength=len(names))
             for x in self.listings
         }
         return {
-            split: {name: n for name, n in zip(names, each) if n or name != names[0]}
-            for split, each in found.items()
+            split: {name: n for name, n in zip(names, counts.tolist()) if n or name != names[0]}
+            for split, counts in found.items()
         }
 
     @cached_property
@@ -257,19 +177,18 @@ class Manifest:
         names = np.array(["", *self.label_names], dtype=object)
         frames = []
         for x in self.listings:
-            files = {
+            facts = {
                 "split": x.split,
-                "path": text_column(os.fsdecode(p) for p in x.paths),
-                "label": text_column(names[x.label_ids + 1]),
+                "path": comparison.text_column(os.fsdecode(p) for p in x.paths),
+                "label": comparison.text_column(names[x.label_ids + 1]),
                 "size": x.sizes,
                 "mtime": pd.to_datetime(x.mtimes_ns),
             }
-            known = {
-                name: values if name == "gain" else text_column(values)
-                for name, values in x.name_columns(*NameParts._fields).items()
+            known = x.name_columns(*NameParts._fields) | {f"extra/{n}": texts for n, texts in x.extra.items()}
+            texts = {
+                n: values if n == "gain" else comparison.text_column(values) for n, values in known.items()
             }
-            more = {f"extra/{name}": text_column(texts) for name, texts in x.extra.items()}
-            frames.append(pd.DataFrame(files | known | more))
+            frames.append(pd.DataFrame(facts | texts))
         table = pd.concat(frames, ignore_index=True)
         if self.content is None:
             return table
@@ -285,61 +204,54 @@ class Manifest:
         reason = {"reason": NO_LABEL_IN_TABLE} if self.naming.source == "table" else {}
         found = list(self.notes)
         for x in self.listings:
-            seen = name_problems(x.show, x.label_ids, x.name_columns("gain")["gain"], **reason)
+            seen = checks.name_problems(x.show, x.label_ids, x.name_columns("gain")["gain"], **reason)
             found += [p for p in seen if p.kind != "no_label" or p.path not in misfits]
-        found += label_problems(self.label_names, [(x.place or x.split, x.label_ids) for x in self.listings])
+        ids = [(x.place or x.split, x.label_ids) for x in self.listings]
+        found += checks.label_problems(self.label_names, ids)
         for column in (*GROUP_FIELDS, *(name for name in map(str, self.table) if name.startswith("extra/"))):
             is_group = column in GROUP_FIELDS
             what = f"{column}s" if is_group else f"values of {show_path(column.removeprefix('extra/'))}"
-            twins = twin_problems(self.table[column].dropna().unique(), what)
+            twins = checks.twin_problems(self.table[column].dropna().unique(), what)
             found += [p for p in twins if is_group or p.kind == "look_alikes"]
         if self.content is not None:
-            found += content_problems(content_columns(self.listings, self.label_names, self.table))
+            columns = checks.content_columns(self.listings, self.label_names, self.table)
+            found += checks.content_problems(columns)
         return pd.DataFrame([(p.kind, p.path, p.message) for p in found], columns=["kind", "path", "message"])
 
-    def report(
-        self,
-        most: int | None = 20,  # examples to show; None: all
-    ) -> ProblemReport:
-        "The problems by group and kind, for a notebook or a terminal."
+    def report(self, most: int | None = 20) -> ProblemReport:
+        "The problems by group and kind, for a notebook or a terminal, with at most so many examples; None: all."
         return ProblemReport((Problem(*row) for row in self.problems.itertuples(index=False)), most)
 
     @cached_property
-    def preview(self) -> PatternPreview | None:
+    def preview(self) -> names_of_files.PatternPreview | None:
         "What the pattern reads from the names; None without a pattern."
         if self.naming.source != "pattern":
             return None
         listed = ((x.place, path) for x in self.listings for path in x.paths)
-        return preview_names(self.naming, [*listed, *(("", path) for path in self.unmatched)])
+        names = [*listed, *(("", path) for path in self.unmatched)]
+        return names_of_files.preview_names(self.naming, names)
 
-    def groups(
-        self,
-        by: str,  # "sensor", "session" or "folder"
-    ) -> "pd.DataFrame":
+    def groups(self, by: str) -> "pd.DataFrame":
         "Count the recordings of each sensor, session or folder: in all, per split and label, and its splits."
         import pandas as pd
 
         if by not in GROUP_FIELDS:
             raise UsageError(
-                answer_unknown(str(by), GROUP_FIELDS),
+                parameters.answer_unknown(str(by), GROUP_FIELDS),
                 code="unknown-grouping",
                 expected=f"one of {', '.join(GROUP_FIELDS)}",
             )
         known = _with_keys(self.table, by)
-        labels = pd.crosstab(known[by], known["label"]).reindex(
-            columns=pd.Index(text_column(self.label_names)), fill_value=0
-        )
-        return pd.concat(
-            [
-                known.groupby(by).size().rename("recordings"),
-                pd.crosstab(known[by], known["split"]).reindex(
-                    columns=[x.split for x in self.listings if x.split], fill_value=0
-                ),
-                labels.set_axis([f"label {show_path(n)}" for n in self.label_names], axis=1),
-                known.groupby(by)["split"].nunique().rename("n_splits"),
-            ],
-            axis=1,
-        )
+        names = pd.Index(comparison.text_column(self.label_names))
+        labels = pd.crosstab(known[by], known["label"]).reindex(columns=names, fill_value=0)
+        splits = [x.split for x in self.listings if x.split]
+        columns = [
+            known.groupby(by).size().rename("recordings"),
+            pd.crosstab(known[by], known["split"]).reindex(columns=splits, fill_value=0),
+            labels.set_axis([f"label {show_path(n)}" for n in self.label_names], axis=1),
+            known.groupby(by)["split"].nunique().rename("n_splits"),
+        ]
+        return pd.concat(columns, axis=1)
 
     def _repr_html_(self) -> str:
         import pandas as pd
@@ -354,48 +266,33 @@ class Manifest:
             facts.append("Only file names were checked; scan(..., content=True) also reads the recordings.")
         if p := self.preview:
             facts.insert(0, f"{p.n_fit:,} of {p.n_fit + p.n_not:,} names fit {show_path(p.pattern)}")
-        head = f"<b>{how_many(len(self), 'recording')}</b> in {escape(show_path(self.root))}"
+        head = f"<b>{how_many(len(self), 'recording')}</b> in {html.escape(show_path(self.root))}"
         table = counts.assign(all=counts.sum(axis=1)).to_html(border=0).replace("\n", "")
         report = self.report(self.problems["kind"].nunique())._repr_html_()
-        return f"<div>{head}{table}{''.join(f'{escape(fact)}<br>' for fact in facts)}{report}</div>"
+        return f"<div>{head}{table}{''.join(f'{html.escape(fact)}<br>' for fact in facts)}{report}</div>"
 
 # %% ../../nbs/audio/manifest.ipynb #7ffa0920
 def _with_keys(table: "pd.DataFrame", by: str) -> "pd.DataFrame":
     "Return the rows whose group is known; groups that look the same are one."
-    keys = table.assign(**{by: text_column(map(text_key, table[by]))})
+    keys = table.assign(**{by: comparison.text_column(map(comparison.text_key, table[by]))})
     return keys[keys[by] != ""]
 
 
-def shared_groups(
-    manifest: Manifest,
-) -> dict[
-    str, dict[str, int]
-]:  # by "sensor", "session" and "folder": "n", "in_more_than_one_split"; {} for one split
-    "Count the groups, and those that lie in more than one split."
-    found = {
-        by: _with_keys(manifest.table, by).groupby(by)["split"].nunique()
-        for by in (GROUP_FIELDS if len(manifest.listings) > 1 else ())
-    }
-    return {
-        by: {"n": len(n_splits), "in_more_than_one_split": int((n_splits > 1).sum())}
-        for by, n_splits in found.items()
-        if len(n_splits)
-    }
+def shared_groups(manifest: Manifest) -> dict[str, dict[str, int]]:
+    "Count the groups by each of GROUP_FIELDS ('n'), and those 'in_more_than_one_split'; {} for one split."
+    found = {}
+    for by in GROUP_FIELDS if len(manifest.listings) > 1 else ():
+        if len(n_splits := _with_keys(manifest.table, by).groupby(by)["split"].nunique()):
+            found[by] = {"n": len(n_splits), "in_more_than_one_split": int((n_splits > 1).sum())}
+    return found
 
 
 def predict_command(manifest: Manifest) -> str:
     "Return the command that scores the recordings of a manifest; MODEL stands for the detector."
-    table = ["--table", show_path(manifest.table_path)] if manifest.table_path is not None else []
     columns = ",".join(f"{name}={given}" for name, given in manifest.table_columns.items())
-    options = [
-        "--model",
-        "MODEL",
-        *table,
-        *(["--columns", columns] if columns else []),
-        "--out",
-        "scores.csv",
-    ]
-    return join(["leakmel", "predict", show_path(manifest.root), *options])
+    words = ["leakmel", "predict", show_path(manifest.root), "--model", "MODEL"]
+    words += ["--table", show_path(manifest.table_path)] if manifest.table_path is not None else []
+    return shlex.join([*words, *(["--columns", columns] if columns else []), "--out", "scores.csv"])
 
 
 def unlabelled_hint(manifest: Manifest) -> str:  # "" without a table, or if it has all labels
@@ -446,9 +343,8 @@ def _sorted_labels(labels: Iterable[str | None]) -> tuple[str, ...]:
 def _no_match(naming: Naming, shown: str) -> Problem:
     is_lost = naming.base != "root" and not naming.labels_by_folder
     effect = "so it has no label and will be rejected" if is_lost else "so nothing is read from it"
-    return Problem(
-        "no_match", shown, f"the name does not fit the pattern {show_path(naming.pattern)}, {effect}"
-    )
+    message = f"the name does not fit the pattern {show_path(naming.pattern)}, {effect}"
+    return Problem("no_match", shown, message)
 
 
 def _pattern_notes(x: Listing, parsed: Sequence[ParsedPath]) -> Iterator[Problem]:
@@ -457,7 +353,7 @@ def _pattern_notes(x: Listing, parsed: Sequence[ParsedPath]) -> Iterator[Problem
         # without a label folder it is rejected for its folder
         if not name.fits and (x.label_ids[i] >= 0 or not x.naming.labels_by_folder):
             yield _no_match(x.naming, x.show(i))
-    for i, message in unread_fields(parsed):
+    for i, message in names_of_files.unread_fields(parsed):
         yield Problem("unread_field", x.show(i), message)
 
 
@@ -465,22 +361,19 @@ def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[byte
     "Refuse split folders one level deeper: all folders of that level, in folders without recordings next to them."
     places = sorted({tuple(os.fsdecode(folder).split("/")[:2]) for folder in folders if b"/" in folder})
     outer = {name for name, _ in places}
-    if not outer or not all(split_name(inner) for _, inner in places):
-        return
     steps = [os.fsdecode(path).split("/") for path in paths]
-    first = next((p[0] for p in steps if len(p) > 3), None)
-    is_label = first is None and steps and all(p[0] in outer for p in steps)
-    if any(p[0] in outer for p in steps if len(p) == 2):
-        return
-    if first is not None or is_label:
-        first = first or steps[0][0]
-        remedy = f"use {show_path(root / first)} as the data folder"
+    beside = any(p[0] in outer for p in steps if len(p) == 2)
+    nested = [p[0] for p in steps if len(p) > 3]
+    tops = [p[0] for p in steps]
+    deep = nested or (tops if {*tops} <= outer else [])
+    if deep and outer and not beside and all(split_name(inner) for _, inner in places):
+        parent = f"use {show_path(root / deep[0])} as the data folder"
         raise DataError(
-            f"the split folders lie {'inside the label folders' if is_label else 'one level deeper'}",
+            "the split folders lie one level deeper",
             code="splits-one-level-down",
             path=root,
-            found=", ".join(show_path(f"{name}/{inner}") for name, inner in places if name == first),
-            remedy="give the pattern {label}/{split}/{*}" if is_label else remedy,
+            found=", ".join(show_path(f"{name}/{inner}") for name, inner in places if name == deep[0]),
+            remedy=parent if nested else "give the pattern {label}/{split}/{*}",
         )
 
 
@@ -493,23 +386,21 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFil
     folders, others = names_in(root) if isinstance(root, StorePath) else ([], os.listdir(root))
     for name in sorted({*folders, *others} - {folder.name for folder in splits.values()}):
         is_folder = name in folders if is_url else (root / name).is_dir()
-        if is_system_folder(name):
+        if files.is_system_folder(name):
             if is_url and is_folder:
                 found.passed_over[os.fsencode(name)] += len(found_below(root, root / name)[0])
             elif is_folder and not (root / name).is_symlink():
                 found.pass_over(os.fsencode(root / name), os.fsencode(root))
-        elif is_folder or is_recording_name(os.fsencode(name)):
+        elif is_folder or files.is_recording_name(os.fsencode(name)):
             what = "folder" if is_folder else "recording"
-            yield Problem(
-                "not_a_split", show_path(name), f"the {what} lies outside the split folders and is not read"
-            )
+            message = f"the {what} lies outside the split folders and is not read"
+            yield Problem("not_a_split", show_path(name), message)
 
 
 def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
-    splits = split_folders(root)
-    targets = {
-        name: splits[name] for name in _wanted_splits(split, splits, root, "data folder has no folder for")
-    } or {"": root}
+    splits = files.split_folders(root)
+    wanted = _wanted_splits(split, splits, root, "data folder has no folder for")
+    targets = {name: splits[name] for name in wanted} or {"": root}
     beside = FoundFiles()
     notes = list(_entries_next_to_splits(root, splits, beside)) if splits else []
     found: dict[str, FoundFiles] = {}
@@ -526,32 +417,26 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
         labels[name] = [x.label for x in parsed[name]] or [
             os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None for path in paths
         ]
-    label_names = (
-        label_map(list(splits.values()) or [root], root)
-        if naming.labels_by_folder
-        else _sorted_labels(label for each in labels.values() for label in each)
-    )
+    label_names = _sorted_labels(label for each in labels.values() for label in each)
+    if naming.labels_by_folder:
+        label_names = files.label_map(list(splits.values()) or [root], root)
     listings = tuple(
         make_listing(name, folder, found[name], labels[name], label_names, naming)
         for name, folder in targets.items()
     )
-    notes += passed_over_note([beside, *(found[name] for name in targets)])
+    notes += files.passed_over_note([beside, *(found[name] for name in targets)])
     for x in listings:
         if not len(x):
-            notes.append(
-                Problem(
-                    "no_recordings",
-                    show_path(x.place or "."),
-                    f"no .wav or .wave file was found below {show_path(x.folder)}: check the path, and whether the disk is mounted",
-                )
-            )
+            where = f"below {show_path(x.folder)}: check the path, and whether the disk is mounted"
+            message = f"no .wav or .wave file was found {where}"
+            notes.append(Problem("no_recordings", show_path(x.place or "."), message))
         notes += _pattern_notes(x, parsed[x.split])
     return Manifest(root, label_names, listings, tuple(notes), naming=naming)
 
 # %% ../../nbs/audio/manifest.ipynb #0cbe199f
 def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
     found, notes = found_below(root, root, on_found)
-    notes += passed_over_note([found])
+    notes += files.passed_over_note([found])
     parsed = list(map(naming.read, found.paths))
     present = {x.split for x in parsed if x.split}
     if not present:
@@ -563,15 +448,16 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
             expected=show_path(naming.pattern),
             remedy="compare the pattern with the file names part by part",
         )
-    labels = label_map([root], root) if naming.labels_by_folder else _sorted_labels(x.label for x in parsed)
+    labels = _sorted_labels(x.label for x in parsed)
+    if naming.labels_by_folder:
+        labels = files.label_map([root], root)
     listings = []
     for name in _wanted_splits(split, present, root, "pattern finds no recording of"):
         rows = [i for i, x in enumerate(parsed) if x.split == name]
         own = [parsed[i] for i in rows]
-        listings.append(
-            make_listing(name, root, [found[i] for i in rows], [n.label for n in own], labels, naming)
-        )
-        notes += _pattern_notes(listings[-1], own)
+        x = make_listing(name, root, [found[i] for i in rows], [n.label for n in own], labels, naming)
+        listings.append(x)
+        notes += _pattern_notes(x, own)
     unmatched = tuple(path for path, x in zip(found.paths, parsed) if not x.fits)
     notes += [_no_match(naming, show_path(path)) for path in unmatched]
     return Manifest(root, labels, tuple(listings), tuple(notes), naming=naming, unmatched=unmatched)
@@ -589,8 +475,8 @@ def _by_table(
             remedy="name no split, or add the column to the table",
         )
     wanted = _wanted_splits(split, set(table.splits or ()), table.file, "table names no recording of")
-    files = found_below(root, root, on_found, set(table.paths))[0]
-    present = {file[0]: file for file in files}
+    all_found = found_below(root, root, on_found, set(table.paths))[0]
+    present = {file[0]: file for file in all_found}
     table = paths_below_root(table, present.keys())
     naming = Naming("table", base="root")
     labels = _sorted_labels(label or None for label in table.labels)
@@ -601,24 +487,13 @@ def _by_table(
         own = [table.labels[i] for i in rows]
         x = make_listing(name, root, found, own, labels, naming, [table.parts[i] for i in rows])
         listings.append(replace(x, extra={n: [texts[i] for i in rows] for n, texts in table.extra.items()}))
-    notes = passed_over_note([files])
+    notes = files.passed_over_note([all_found])
     if table.ignored:
-        notes.append(
-            Problem(
-                "ignored_column",
-                ", ".join(map(show_path, table.ignored)),
-                "these columns of the table are not used: leakmel measures them, or they are empty names, too many or too long",
-            )
-        )
+        message = "these columns of the table are not used: leakmel measures them, or they are unnamed, too many or too long"
+        notes.append(Problem("ignored_column", ", ".join(map(show_path, table.ignored)), message))
     if extra := sorted(present.keys() - set(table.paths)):
-        are = "is" if len(extra) == 1 else "are"
-        notes.append(
-            Problem(
-                "not_in_table",
-                show_path(extra[0]),
-                f"{how_many(len(extra), 'recording')} in the data folder {are} not in the table; this is the first",
-            )
-        )
+        n = f"{how_many(len(extra), 'recording')} in the data folder {'is' if len(extra) == 1 else 'are'}"
+        notes.append(Problem("not_in_table", show_path(extra[0]), f"{n} not in the table; this is the first"))
     missing = [path for x in listings for path, size in zip(x.paths, x.sizes) if size < 0]
     notes += missing_files(missing, sum(map(len, listings)), root)
     return Manifest(
@@ -637,13 +512,13 @@ def _by_table(
 def _stat_inside(root: Path, path: bytes) -> FileEntry:
     whole = os.path.join(os.fsencode(root), path)
     try:
-        if not isinstance(root, StorePath) and is_inside(whole, os.path.realpath(os.fsencode(root))):
+        if not isinstance(root, StorePath) and files.is_inside(whole, os.path.realpath(os.fsencode(root))):
             st = os.stat(whole)
             if stat.S_ISREG(st.st_mode):
                 return path, st.st_size, st.st_mtime_ns
     except OSError as e:
-        if e.errno in MACHINE_FAULTS:
-            raise list_error(e, whole) from e
+        if e.errno in wav.MACHINE_FAULTS:
+            raise files.list_error(e, whole) from e
     return path, -1, 0
 
 # %% ../../nbs/audio/manifest.ipynb #e791af2e
@@ -652,14 +527,12 @@ def scan(
     *,
     split: str | None = None,  # "training", "validation" or "testing"; None lists all
     content: bool = False,  # also read every file: rate, length, level, digest; unreadable files become problems
-    table: str
-    | os.PathLike
-    | None = None,  # CSV file with the columns path and label, and optionally split, sensor, session ...
-    columns: Mapping[str, str]
-    | str
-    | None = None,  # columns of the table that have other names: {"sensor": "pipe"}, or "sensor=pipe"
-    pattern: str
-    | None = None,  # pattern of the paths, for example "{label}/{session}/{sensor}~{*}~{start_time}~{gain}"
+    # CSV file with the columns path and label, and optionally split, sensor, session ...
+    table: str | os.PathLike | None = None,
+    # columns of the table that have other names: {"sensor": "pipe"}, or "sensor=pipe"
+    columns: Mapping[str, str] | str | None = None,
+    # pattern of the paths, for example "{label}/{session}/{sensor}~{*}~{start_time}~{gain}"
+    pattern: str | None = None,
     with_labels: bool = True,  # False: the table needs no column label
     progress: str = "auto",  # progress display: "auto", "notebook", "terminal", "log" or "none"
 ) -> Manifest:  # raises DataError for a missing folder or split, UsageError for a pattern that cannot be used
@@ -679,14 +552,15 @@ def scan(
             found=repr(columns)[:100],
             remedy="give the table too (table=, --table)",
         )
-    naming = pattern_naming(pattern)
-    existing_folder(root, "give the folder that holds TRAINING, VALIDATION and TESTING, or label folders")
+    naming = names_of_files.pattern_naming(pattern)
+    files.existing_folder(
+        root, "give the folder that holds TRAINING, VALIDATION and TESTING, or label folders"
+    )
     with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
         if table is not None:
             wanted = table_columns(columns)
-            manifest = _by_table(
-                root, split, read_table(table, wanted, with_labels=with_labels), wanted, count.add
-            )
+            names = read_table(table, wanted, with_labels=with_labels)
+            manifest = _by_table(root, split, names, wanted, count.add)
         else:
             manifest = (_by_names if naming.base == "root" else _by_folders)(root, split, naming, count.add)
     if isinstance(root, StorePath) and not len(manifest) and not manifest.label_names:
@@ -699,14 +573,12 @@ def scan(
     manifest = replace(manifest, seconds=time.perf_counter() - began)
     if not content:
         return manifest
-    found, unread = read_content(manifest.listings, progress=progress)
+    found, unread = checks.read_content(manifest.listings, progress=progress)
     return replace(manifest, notes=(*manifest.notes, *unread), content=found)
 
 # %% ../../nbs/audio/manifest.ipynb #92a3020d
-def check_manifest(
-    manifest: Any,  # as a user gave it
-) -> None:  # raises UsageError
-    "Check that a value is a manifest or None."
+def check_manifest(manifest: Any) -> None:
+    "Check that what a user gave is a manifest or None; raises UsageError."
     if not isinstance(manifest, Manifest | None):
         raise UsageError(
             "the manifest must be the result of scan",

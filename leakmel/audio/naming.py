@@ -6,43 +6,28 @@
 __all__ = []
 
 # %% ../../nbs/audio/naming.ipynb #124a3035
-import json, math, os, re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime
-from functools import lru_cache
-from itertools import pairwise
+import collections, datetime, functools, itertools, json, math, os, re, unicodedata
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
-from unicodedata import normalize
 
 import numpy as np
 from numpy import strings
 
 from leakmel.audio.problems import show_place
-from leakmel.core.comparison import text_key
+from leakmel.core import comparison, parameters
 from leakmel.core.errors import DataError, UsageError, show_path
-from leakmel.core.parameters import answer_unknown
 
 # %% ../../nbs/audio/naming.ipynb #9acc1d22
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
-_ALIASES = {
-    "training": "TRAINING",
-    "train": "TRAINING",
-    "validation": "VALIDATION",
-    "valid": "VALIDATION",
-    "val": "VALIDATION",
-    "testing": "TESTING",
-    "test": "TESTING",
-}
+_SPLIT = re.compile(r"(?:dataset[_ -])?(?:(train|training)|(val|valid|validation)|(test|testing))")
 
 
-@lru_cache(4096)
-def split_name(
-    folder: str,  # name of a folder, or what a user typed
-) -> str | None:  # "TRAINING", "VALIDATION" or "TESTING"; None if it names no split
-    "The split a folder name stands for."
-    return _ALIASES.get(re.sub(r"^dataset[_ -]", "", text_key(folder).casefold()))
+@functools.lru_cache(4096)
+def split_name(folder: str) -> str | None:
+    "The one of SPLITS that the name of a folder, or what a user typed, stands for; None if it names no split."
+    found = _SPLIT.fullmatch(comparison.text_key(folder).casefold())
+    return SPLITS[(found.lastindex or 0) - 1] if found else None
 
 # %% ../../nbs/audio/naming.ipynb #07094184
 _TIME = re.compile(
@@ -65,28 +50,29 @@ def _iso(m: re.Match | None) -> str:
     fraction = decimals or thousandths
     text = f"{year}-{month}-{day}T{hour}:{minute or short_minute}:{second or '00'}"
     try:
-        return datetime.fromisoformat(text + (f".{fraction}" if fraction else "") + (zone or "")).isoformat()
+        return datetime.datetime.fromisoformat(
+            text + (f".{fraction}" if fraction else "") + (zone or "")
+        ).isoformat()
     except ValueError:
         return ""
 
 
-def clock_time(
-    text: str,
-) -> str:  # ISO 8601, with a zone where the text has one; empty if the text is not a date and time
-    "A time that is the whole text, in ISO 8601."
+def clock_time(text: str) -> str:
+    "A time that is the whole text in ISO 8601, with a zone where the text has one; empty if it is no date and time."
     return _iso(_TIME.fullmatch(text)) if len(text) <= 40 else ""
 
 
-def whole_time(text: str) -> str:  # as `clock_time`
-    "A time or a date that is the whole text, in ISO 8601; a date is its first second."
+def whole_time(text: str) -> str:
+    "A time or a date that is the whole text, as `clock_time`; a date is its first second."
     date = _DATE.fullmatch(text)
     return clock_time(f"{date[1]}{date[3]}{date[4]}_000000" if date else text)
 
 
-def iso_time(
-    text: str,  # a time as in TIME_FORMS, or a name with one such time of the years 1900 to 2099
-) -> str:  # ISO 8601, with a zone where the text has one; empty if there is no time, or more than one
-    "A time as loggers and tables write it, in ISO 8601."
+def iso_time(text: str) -> str:
+    """A time as in TIME_FORMS, or the only such time of 1900 to 2099 in a name, in ISO 8601.
+
+    It has a zone where the text has one; empty if there is no time, or more than one.
+    """
     if time := clock_time(text):
         return time
     found = list(_TIME_IN_NAME.finditer(text)) if len(text) <= 255 else []
@@ -96,9 +82,9 @@ def iso_time(
 TIME_FORMS = "20251110_020000, 20251110_0200, 20251110, 2025-11-10_02-00-00 or 2025-11-10T02:00:00, also with milliseconds (_123, .123) and a zone (Z, +0100)"
 
 
-@lru_cache(4096)
-def number_in(text: str) -> float:  # the first number; NaN if there is none, or float32 cannot hold it
-    "The number in the part of a name."
+@functools.lru_cache(4096)
+def number_in(text: str) -> float:
+    "The first number in the part of a name; NaN if there is none, or float32 cannot hold it."
     found = _NUMBER.search(text)
     value = float(found.group()) if found else math.nan
     return value if abs(value) < 3e38 else math.nan
@@ -115,10 +101,8 @@ class NameParts(NamedTuple):
     folder: str = ""  # folders below the label's folder, joined by "/"
 
 
-def parse_name(
-    path: bytes,  # of a recording, relative to the folder of its split
-) -> NameParts:
-    "The parts of a logger's file name, and the folders it lies in."
+def parse_name(path: bytes) -> NameParts:
+    "The parts of a logger's file name, and the folders it lies in; the path is relative to the folder of its split."
     *folders, name = os.fsdecode(path).split("/")
     parts = (name.rpartition(".")[0] or name).split("~")
     folder = "/".join(folders[1:])
@@ -130,10 +114,7 @@ def parse_name(
 TIME_BYTES = 19  # of a column of times, at the least
 _SHAPE = np.frombuffer(b"dddddddd_dddddd", np.uint8) == ord("d")  # of a logger's time: YYYYMMDD_HHMMSS
 _ISO = [
-    0,
-    1,
-    2,
-    3,
+    *range(4),
     15,
     4,
     5,
@@ -186,15 +167,10 @@ def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.nd
         "sensor": lambda: _shortest(sensor),
         "recording": lambda: _shortest(strings.partition(rest, b"~")[0]),
         "start_time": lambda: _times(strings.partition(rest, b"~")[2]),
-        "gain": lambda: _numbers(gain),
+        "gain": lambda: np.array([number_in(os.fsdecode(text)) for text in gain.tolist()]),
         "folder": lambda: _shortest(strings.partition(folder, b"/")[2]),
     }
     return {name: make[name]() for name in wanted}
-
-
-def _numbers(texts: np.ndarray) -> np.ndarray:
-    distinct, which = np.unique(texts, return_inverse=True)
-    return np.array([number_in(os.fsdecode(text)) for text in distinct])[which]
 
 
 def _shortest(texts: np.ndarray) -> np.ndarray:
@@ -202,14 +178,12 @@ def _shortest(texts: np.ndarray) -> np.ndarray:
 
 
 _AT_ONCE = 2048  # names; one long path widens all names of its block
-NAME_COLUMNS = ("sensor", "recording", "start_time", "gain", "folder")
 
 
 def columns_of_names(
-    paths: Sequence[bytes],  # relative to the folder of their split
-    wanted: Collection[str] = NAME_COLUMNS,
-) -> dict[str, np.ndarray]:  # sensor, recording, start_time, folder: S; gain: float64
-    "What `parse_name` says of each path, as columns; text as the bytes it has in the path."
+    paths: Sequence[bytes], wanted: Collection[str] = ("sensor", "recording", "start_time", "gain", "folder")
+) -> dict[str, np.ndarray]:
+    "What `parse_name` says of each path, as columns: gain as float64, text as the bytes it has in the path."
     parts = [_columns(paths[k : k + _AT_ONCE], wanted) for k in range(0, len(paths), _AT_ONCE)]
     if not parts:
         return {name: np.zeros(0, "f8" if name == "gain" else "S1") for name in wanted}
@@ -225,18 +199,18 @@ _MAX_LENGTH = 500  # of a pattern
 Token = tuple[str, str]  # "text", "field" or "folders", and the text or the field's name ("*": ignored)
 
 
-@lru_cache(256)
-def pattern_tokens(
-    pattern: str,  # for example "{split}_{label}_{sensor}_{*}"
-) -> tuple[Token, ...]:  # raises UsageError
-    "Split a pattern into literal text and fields, and check it."
+@functools.lru_cache(256)
+def pattern_tokens(pattern: str) -> tuple[Token, ...]:
+    "Split a pattern like {split}_{label}_{sensor}_{*} into literal text and fields, and check it; raises UsageError."
     words = ((m.lastgroup or "", m) for m in _TOKEN.finditer(pattern))
     tokens = tuple((kind, m[kind].replace("{{", "{").replace("}}", "}")) for kind, m in words)
     named = [value for kind, value in tokens if kind == "field" and value != "*"]
     brace = next((value for kind, value in tokens if kind == "brace"), "")
     unknown = next((name for name in named if name not in FIELDS), None)
     doubled = next((name for name in named if named.count(name) > 1), None)
-    joined = next((f"{{{a}}} and {{{b}}}" for (x, a), (y, b) in pairwise(tokens) if x == y == "field"), None)
+    joined = next(
+        (f"{{{a}}} and {{{b}}}" for (x, a), (y, b) in itertools.pairwise(tokens) if x == y == "field"), None
+    )
     end = os.path.splitext(pattern)[1]
     for is_wrong, message, remedy in (
         (len(pattern) > _MAX_LENGTH, f"has more than {_MAX_LENGTH} characters", None),
@@ -244,13 +218,17 @@ def pattern_tokens(
         (
             unknown == "**",
             "has {**} next to text, but it stands for whole folders",
-            "put it between slashes, followed by a name: {**}/{sensor}",
+            "write it like {**}/{sensor}",
         ),
-        (unknown is not None, f"has an unknown field: {answer_unknown(unknown or '', FIELDS)}", None),
+        (
+            unknown is not None,
+            f"has an unknown field: {parameters.answer_unknown(unknown or '', FIELDS)}",
+            None,
+        ),
         (doubled, f"has the field {{{doubled}}} twice", "remove one of the two"),
         (not named, "has no field", "add at least one field"),
         (
-            pattern.startswith("/"),
+            pattern[:1] == "/",
             "begins with /, but paths are relative to the data folder",
             "remove the leading /",
         ),
@@ -258,7 +236,7 @@ def pattern_tokens(
         (
             joined,
             f"has no text between the fields {joined}",
-            "put text between them: without it the end of the first field is not defined",
+            "put text between them: it ends the first field",
         ),
     ):
         if is_wrong:
@@ -272,8 +250,7 @@ def pattern_tokens(
 
 # %% ../../nbs/audio/naming.ipynb #598ac380
 # fields that accept only some texts: characters of the longest, and what says whether a text is one
-_Typed = dict[str, tuple[int, Callable[[str], object]]]
-_TYPED_FIELDS: _Typed = {
+_TYPED_FIELDS: dict[str, tuple[int, Callable[[str], object]]] = {
     "split": (64, split_name),
     "start_time": (40, clock_time),
     "gain": (64, lambda value: not math.isnan(number_in(value))),
@@ -292,24 +269,24 @@ class _Step(NamedTuple):
     is_free: bool  # no later end fits better than the first
 
 
-@lru_cache(256)
+@functools.lru_cache(256)
 def _plans(pattern: str) -> list[list[_Step]]:  # raises UsageError
     "Return the steps of a match for each set of fields that can have any text, the smallest first."
     tokens = pattern_tokens(pattern)
     texts = [value if kind == "text" else "" for kind, value in (*tokens[1:], ("", ""))]
     plans = []
-    dates: _Typed = {"start_time": (40, whole_time)}  # without a time of day
-    for given_up, accepted in (
-        ((), {}),
-        ((), dates),
-        (("gain",), {}),
-        (("gain",), dates),
-        (("start_time",), {}),
-        (("start_time", "gain"), {}),
+    # fields that can have any text, and times that may be dates without a time of day
+    for given_up, are_dates in (
+        ((), False),
+        ((), True),
+        (("gain",), False),
+        (("gain",), True),
+        (("start_time",), False),
+        (("start_time", "gain"), False),
     ):
-        if not {("field", name) for name in (*given_up, *accepted)} <= {*tokens}:
+        if not {("field", name) for name in (*given_up, *["start_time"] * are_dates)} <= {*tokens}:
             continue
-        known = _TYPED_FIELDS | accepted
+        known = _TYPED_FIELDS | {"start_time": (40, whole_time if are_dates else clock_time)}
         typed = [known.get(v) if k == "field" and v not in given_up else None for k, v in tokens]
         is_free = ["/" not in text and not any(typed[k : k + 3]) for k, text in enumerate(texts)]
         plans.append(
@@ -339,11 +316,11 @@ def _ends(step: _Step, path: str, at: int) -> Iterator[int]:
             end = path.find(text, end + 1)
 
 # %% ../../nbs/audio/naming.ipynb #0981bccf
-def match_pattern(
-    pattern: str,
-    path: str,  # relative, without its extension
-) -> dict[str, str] | None:  # field -> text; None if the path does not match
-    "Match a path with a pattern, if possible with a valid time and gain, otherwise with any text there."
+def match_pattern(pattern: str, path: str) -> dict[str, str] | None:
+    """Match a relative path without its extension, if possible with a valid time and gain, else with any text there.
+
+    Returns the text of each field; None if the path does not match.
+    """
     n_steps = 0
     failed = set[tuple[int, int]]()
 
@@ -369,7 +346,7 @@ def match_pattern(
     for steps in _plans(pattern):
         failed.clear()
         if (ends := rest(steps, 0, 0)) is not None:
-            found = zip(steps, pairwise([0, *ends]))
+            found = zip(steps, itertools.pairwise([0, *ends]))
             return {s.value: path[a:b] for s, (a, b) in found if s.kind == "field" and s.value != "*"}
     return None
 
@@ -382,14 +359,14 @@ _GUESSES = (
     "{**}/{sensor}/{start_time}_{*}",
     *(f"{{**}}/{{start_time}}{mark}{{sensor}}" for mark in "_-/"),
 )
-_MAX_GUESSED = 2000  # paths
 
 
-def guess_pattern(
-    paths: Sequence[bytes],  # relative
-) -> str:  # empty: no pattern fits all of them
-    "Guess the pattern by which each path has a sensor and a time; one that gives several sensors is preferred."
-    texts = [os.path.splitext(os.fsdecode(path))[0] for path in paths[:: 1 + len(paths) // _MAX_GUESSED]]
+def guess_pattern(paths: Sequence[bytes]) -> str:
+    """Guess the pattern by which each path has a sensor and a time, from at most 2,000 paths; empty if none fits all.
+
+    One that gives several sensors is preferred.
+    """
+    texts = [os.path.splitext(os.fsdecode(path))[0] for path in paths[:: 1 + len(paths) // 2000]]
     found = dict[str, int]()  # pattern -> sensors
     for pattern in _GUESSES if texts else ():
         sensors = set[str]()
@@ -417,7 +394,7 @@ class ParsedPath:
     label: str | None = None  # None: the path has no label
     parts: NameParts = NameParts()
     fits: bool = True  # the path matches the pattern
-    unread: tuple[tuple[str, str], ...] = ()  # field and text, where the text is not a time or a gain
+    unread: Mapping[str, str] = field(default_factory=dict)  # texts of fields that are not a time or a gain
 
 # %% ../../nbs/audio/naming.ipynb #5a6b3845
 @dataclass(frozen=True)
@@ -457,7 +434,9 @@ class Naming:
             return ParsedPath(label=folder, parts=parse_name(path))
         text = os.path.splitext(os.fsdecode(path))[0]
         # names may have accents as one character or as two, in either way
-        forms = dict.fromkeys([self.pattern, *(normalize(form, self.pattern) for form in ("NFC", "NFD"))])
+        forms = dict.fromkeys(
+            [self.pattern, *(unicodedata.normalize(form, self.pattern) for form in ("NFC", "NFD"))]
+        )
         found = next(filter(None, (match_pattern(form, text) for form in forms)), None)
         has_folders = self.labels_by_folder and ("field", "folder") not in pattern_tokens(self.pattern)
         values = found or {}  # the folder is the label even if the name does not match
@@ -469,11 +448,13 @@ class Naming:
             values.get("session", ""),
             values.get("folder", "/".join(text.split("/")[1:-1]) if has_folders else ""),
         )
-        split = split_name(values["split"]) if "split" in values else None
         has_value = {"start_time": parts.start_time, "gain": not math.isnan(parts.gain)}
-        unread = tuple((name, values[name]) for name in _FORMS if name in values and not has_value[name])
         return ParsedPath(
-            split, folder if self.labels_by_folder else values.get("label"), parts, found is not None, unread
+            split_name(values["split"]) if "split" in values else None,
+            folder if self.labels_by_folder else values.get("label"),
+            parts,
+            found is not None,
+            {name: values[name] for name in _FORMS if name in values and not has_value[name]},
         )
 
     def to_json(self) -> str:
@@ -486,15 +467,12 @@ class Naming:
         try:
             return cls(**json.loads(text))
         except (TypeError, ValueError, AttributeError) as e:
-            raise DataError(
-                "the stored naming cannot be read", code="invalid-naming", found=repr(text)[:200]
-            ) from e
+            found = repr(text)[:200]
+            raise DataError("the stored naming cannot be read", code="invalid-naming", found=found) from e
 
 # %% ../../nbs/audio/naming.ipynb #3433a20a
-def pattern_naming(
-    pattern: str | None,  # None: folders
-) -> Naming:  # raises UsageError
-    "Return the naming of a pattern."
+def pattern_naming(pattern: str | None) -> Naming:
+    "Return the naming of a pattern, or of folders without one; raises UsageError."
     if pattern is None:
         return Naming()
     if not isinstance(pattern, str):
@@ -502,19 +480,14 @@ def pattern_naming(
     return Naming("pattern", pattern, "root" if ("field", "split") in pattern_tokens(pattern) else "split")
 
 # %% ../../nbs/audio/naming.ipynb #0900e597
-def unread_fields(
-    parsed: Sequence[ParsedPath],
-) -> list[tuple[int, str]]:  # number of the first name that a field is not read from, and a sentence
-    "Count the names in which a field of the pattern has a text, but no value."
-    found = []
+def unread_fields(parsed: Sequence[ParsedPath]) -> Iterator[tuple[int, str]]:
+    "Count names in which a field has a text, but no value: yields the number of the first one, and a sentence."
     n_fit = sum(x.fits for x in parsed)
-    for field, forms in _FORMS.items():
-        numbers = [i for i, x in enumerate(parsed) if x.unread and field in dict(x.unread)]
-        if numbers:
-            text = show_path(dict(parsed[numbers[0]].unread)[field])
-            message = f"{{{field}}} is read from {n_fit - len(numbers):,} of the {n_fit:,} names that fit the pattern, and not from {text!r}"
-            found.append((numbers[0], f"{message}; {forms}"))
-    return found
+    for name, forms in _FORMS.items():
+        if numbers := [i for i, x in enumerate(parsed) if name in x.unread]:
+            text = show_path(parsed[numbers[0]].unread[name])
+            n = f"{n_fit - len(numbers):,} of the {n_fit:,} names that fit the pattern"
+            yield numbers[0], f"{{{name}}} is read from {n}, and not from {text!r}; {forms}"
 
 
 _MAX_SHOWN = 10  # rows, values of a field and names that do not fit
@@ -547,10 +520,10 @@ class PatternPreview:
 
     def __repr__(self) -> str:
         lines = [f"{self.n_fit:,} of {self.n_fit + self.n_not:,} names fit {show_path(self.pattern)}"]
-        for field, values in self.values.items() if self.rows else ():
+        for name, values in self.values.items() if self.rows else ():
             counts = ", ".join(f"{value} {n:,}" for value, n in values.items())
-            n_more = self.n_values[field] - len(values)
-            lines.append(f"{field}: {counts}{f', and {n_more:,} more' if n_more else ''}")
+            n_more = self.n_values[name] - len(values)
+            lines.append(f"{name}: {counts}{f', and {n_more:,} more' if n_more else ''}")
         lines += [f"does not fit: {path}" for path in self.misses]
         if self.rows:
             import pandas as pd
@@ -559,11 +532,8 @@ class PatternPreview:
         return "\n  ".join(lines)
 
 
-def preview_names(
-    naming: Naming,  # of a pattern
-    names: Sequence[tuple[str, bytes]],  # folder of the split below the root, and path relative to it
-) -> PatternPreview:
-    "Count what a pattern reads from names."
+def preview_names(naming: Naming, names: Sequence[tuple[str, bytes]]) -> PatternPreview:
+    "Count what a pattern reads from names: folders of splits below the root, and paths relative to them."
     fields = [f for f in FIELDS if ("field", f) in pattern_tokens(naming.pattern) or f == "label"]
     shown = [show_place(place, path) for place, path in names]
     fit: list[dict[str, str]] = []
@@ -575,7 +545,7 @@ def preview_names(
             fit.append({"path": place} | {f: show_path(found[f]) if found[f] else _NOT_READ for f in fields})
         else:
             misses.append(place)
-    counts = {f: Counter(row[f] for row in fit) for f in fields}
+    counts = {f: collections.Counter(row[f] for row in fit) for f in fields}
     n_fit = len(fit)
     if any(counts[f][_NOT_READ] == n_fit for f in fields if f in _FORMS):  # no name has a value of the field
         n_fit, misses = 0, shown

@@ -27,15 +27,11 @@ USE_FALLBACK = CODE.constants["USE_FALLBACK"]
 _MIN_BYTES = CODE.constants["MIN_BYTES"]
 
 # %% ../../nbs/audio/native.ipynb #e963a9ed
-def as_bytes(
-    paths: list[bytes],  # at least one
-    base: bytes = b"",  # put before each
-) -> tuple[np.ndarray, np.ndarray]:  # uint8 and int64
-    "Concatenated zero-terminated paths, and the offset of each."
+def as_bytes(paths: list[bytes], base: bytes = b"") -> tuple[np.ndarray, np.ndarray]:
+    "Zero-terminated paths, at least one, each behind a base, as uint8, and the offset of each as int64."
     lengths = np.fromiter(map(len, paths), np.int64, len(paths)) + (len(base) + 1)
-    packed = bytearray(
-        base + (b"\0" + base).join(paths) + b"\0"
-    )  # writable, as the compiled function expects
+    # writable, as the compiled function expects
+    packed = bytearray(base + (b"\0" + base).join(paths) + b"\0")
     return np.frombuffer(packed, np.uint8), lengths.cumsum() - lengths
 
 # %% ../../nbs/audio/native.ipynb #6e640002
@@ -44,17 +40,13 @@ def to_hex(words: np.ndarray) -> np.ndarray:
     return np.frombuffer(bytearray(words.astype(">u8").tobytes().hex(), "ascii"), "S32")
 
 
-def can_digest(
-    n_bytes: int,  # of a row
-) -> bool:
-    "Whether this module supports rows of this size."
+def can_digest(n_bytes: int) -> bool:
+    "Whether this module supports rows of so many bytes."
     return n_bytes >= _MIN_BYTES and n_bytes % 8 == 0
 
 
-def digest_rows(
-    rows: np.ndarray,  # [n, ...], each row contiguous after the one before, of a size that `can_digest`
-) -> np.ndarray:  # [n] S32
-    "Compute xxh3-128 of each row's bytes as hexadecimal digits."
+def digest_rows(rows: np.ndarray) -> np.ndarray:
+    "Compute xxh3-128 of each row's bytes, of a size that `can_digest`, as hexadecimal digits [n] S32."
     rows = np.require(rows, requirements=["C", "W"])  # compiled for what may be written
     out = np.empty((len(rows), 2), np.uint64)
     if len(rows):
@@ -62,20 +54,19 @@ def digest_rows(
     return to_hex(out)
 
 
-def int16_moments(
-    rows: np.ndarray,  # [n, N] int16, contiguous, N at least 1
-) -> np.ndarray:  # [n, 5] float64
-    "Compute the exact moments of 16-bit recordings."
+def int16_moments(rows: np.ndarray) -> np.ndarray:
+    "Compute the exact moments [n, 5] float64 of 16-bit recordings [n, N], N at least 1."
     rows = np.require(rows, np.int16, ["C", "W"])
     sums = np.zeros((len(rows), 5), np.int64)
     _FUNCTIONS["moments"](rows, sums)
     return sums.astype(np.float64)
 
 
-def mix_channels(
-    samples: np.ndarray,  # [n, C] int16, n and C at least 1
-) -> tuple[np.ndarray, float, float, bool]:
-    "Return the mean of the channels [n] float32 (full scale 1), its energy and that of all channels (of int16 values), and whether all channels are equal."
+def mix_channels(samples: np.ndarray) -> tuple[np.ndarray, float, float, bool]:
+    """Return the mean of channels [n, C] int16 as float32 (full scale 1), and whether all channels are equal.
+
+    Between them the energy of the mean and that of all channels, of int16 values.
+    """
     mean, out = np.empty(len(samples), np.float32), np.zeros(3)
     _FUNCTIONS["mix_channels"](np.require(samples, np.int16, ["C", "W"]), mean, out)
     return mean, out[0], out[1], out[2] == 0
@@ -84,15 +75,12 @@ def mix_channels(
 _ROWS_BUFFER = 1 << 20  # bytes; fits into the caches of a core
 
 
-def digest_file_rows(
-    fd: int,  # of an open file
-    offset: int,  # of the first row in it
-    n: int,  # rows
-    n_bytes: int,  # of a row of float16, of a size that `can_digest`
-) -> tuple[
-    np.ndarray, np.ndarray
-]:  # [n] digest S32; [n] int64, the largest bits but the sign: 0x7C00 is infinity, above are NaN
-    "Compute digests and largest values of rows in a file; raises OSError, and EOFError if the file is too short."
+def digest_file_rows(fd: int, offset: int, n: int, n_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Compute digests S32 and largest values of n rows of float16, of a size that `can_digest`, from an offset of a file.
+
+    The largest value is that of the bits but the sign: 0x7C00 is infinity, above are NaN.
+    Raises OSError, and EOFError if the file is too short.
+    """
     words, largest = np.empty((n, 2), np.uint64), np.empty(n, np.int64)
     buffer = np.empty((max(1, min(n, _ROWS_BUFFER // n_bytes)), n_bytes // 2), np.uint16)
     outcome = _FUNCTIONS["digest_file_rows"](np.array([fd, offset], np.int64), buffer, words, largest)
@@ -110,12 +98,13 @@ def read_rows(
     header: bytes,  # 44 bytes of a canonical file with the format that each must have
     samples: np.ndarray,  # [n, N] int16, contiguous; rows of `wanted` are filled
     base: bytes = b"",  # put before each path
-    sizes: np.ndarray
-    | None = None,  # [n] int64, bytes of each file, as listed; None: those of header and samples
-) -> tuple[
-    np.ndarray, np.ndarray, np.ndarray
-]:  # [n] outcome: READ, USE_FALLBACK or errno; [n] ctime in ns; [n] digest S32, where it was READ and `can_digest`
-    "Read plain recordings into their rows; raises nothing but ValueError for arrays of other lengths."
+    # [n] int64, bytes of each file, as listed; None: those of header and samples
+    sizes: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Read plain recordings into their rows; raises nothing but ValueError for arrays of other lengths.
+
+    Returns outcomes (READ, USE_FALLBACK or errno), ctimes in ns, and digests S32 where it was READ and `can_digest`.
+    """
     nothing = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0), np.uint16)
     return _read(paths, base, sizes, wanted, mtimes_ns, header, samples, len(samples), *nothing)[:3]
 
@@ -129,19 +118,18 @@ def read_and_compute(
     rows: np.ndarray,  # [n, ...] float16, contiguous; rows of recordings that are READ are filled
     base: bytes = b"",
     sizes: np.ndarray | None = None,
-) -> tuple[
-    np.ndarray, np.ndarray, np.ndarray, np.ndarray, float
-]:  # outcomes, ctimes and digests as `read_rows` returns them; [n, 5] int64 moments of READ recordings; seconds of computing
-    "Read plain recordings and compute the row of each while its samples are in the caches; raises nothing but ValueError."
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
+    """Read plain recordings and compute the row of each while its samples are in the caches; raises only ValueError.
+
+    Returns what `read_rows` does, moments of READ recordings [n, 5] int64, and seconds of computing.
+    """
     samples, n_words = call.arrays[0].view(np.int16), call.arrays[1].shape[1]
     if not rows.flags.c_contiguous or rows.dtype != np.float16 or rows.size != len(rows) * n_words:
-        raise ValueError(
-            f"the rows are {rows.dtype} {rows.shape}, not contiguous float16 of {n_words} values each"
-        )
+        found = f"{rows.dtype} {rows.shape}"
+        raise ValueError(f"the rows are {found}, not contiguous float16 of {n_words} values each")
     words = rows.reshape(len(rows), n_words).view(np.uint16)
-    return _read(
-        paths, base, sizes, wanted, mtimes_ns, header, samples, len(words), call.places, call.words, words
-    )
+    made = call.places, call.words, words
+    return _read(paths, base, sizes, wanted, mtimes_ns, header, samples, len(words), *made)
 
 
 def _read(
@@ -194,13 +182,11 @@ def _read(
 _FILES_PER_THREAD = 4000  # for fewer, another thread does not pay
 
 
-def stat_files(
-    paths: list[bytes],
-    folder: int = HERE,  # descriptor of the folder that relative paths start from; HERE: the working folder
-) -> (
-    np.ndarray
-):  # [n, 4] int64: kind of file as in `stat.S_IFMT`, bytes, mtime and ctime in ns; kind 0 on failure
-    "Return kind, size and times of files without following links; never raises."
+def stat_files(paths: list[bytes], folder: int = HERE) -> np.ndarray:
+    """Return kind of file as in `stat.S_IFMT`, bytes, mtime and ctime in ns, [n, 4] int64; kind 0 on failure.
+
+    Links are not followed. Relative paths start from the descriptor of a folder; HERE: the working folder.
+    """
     out = np.zeros((len(paths), 4), np.int64)
     step = max(_FILES_PER_THREAD, -(-len(paths) // usable_cores()))
 
@@ -216,16 +202,10 @@ def stat_files(
     return out
 
 # %% ../../nbs/audio/native.ipynb #cb134b2f
-def prefetch_files(
-    paths: list[bytes],
-    sizes: np.ndarray,  # [n] bytes from the beginning of each file
-) -> int:  # files that the system accepted
-    "Ask the system to prefetch files, without waiting; never raises."
-    return (
-        int(_FUNCTIONS["prefetch_files"](*as_bytes(paths), np.ascontiguousarray(sizes, np.int64)))
-        if paths
-        else 0
-    )
+def prefetch_files(paths: list[bytes], sizes: np.ndarray) -> int:
+    "Ask the system to prefetch so many bytes of files, without waiting, and return how many it accepted."
+    sizes = np.ascontiguousarray(sizes, np.int64)
+    return int(_FUNCTIONS["prefetch_files"](*as_bytes(paths), sizes)) if paths else 0
 
 # %% ../../nbs/audio/native.ipynb #970d467b
 def self_check() -> None:

@@ -6,27 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/audio/problems.ipynb #9bab8771
-import math, os
-from collections import Counter
+import collections, concurrent.futures, functools, html, math, operator, os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from html import escape
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.audio.conform import (
-    FIGURES,
-    LSB,
-    add_faults,
-    check_range,
-    integer_scale,
-    quality_figures,
-    to_mono,
-)
+from leakmel.audio import conform
 from leakmel.audio.wav import OutOfMemory, ReadFailureGuard, read_wav
 from leakmel.core.comparison import text_column, text_key
 from leakmel.core.errors import RecordingError, show_path
@@ -57,8 +44,6 @@ class Problem:
 CANNOT_BE_USED = "cannot be used"
 WORTH_A_LOOK = "worth a look"
 NAMES = "names and folders"
-
-# %% ../../nbs/audio/problems.ipynb #4b4ebb11
 KIND_GROUPS = {
     CANNOT_BE_USED: {
         "unreadable": "the file cannot be opened or read",
@@ -116,20 +101,17 @@ KIND_GROUPS = {
 }
 
 
-@cache
+@functools.cache
 def group_of(kind: str) -> str:
     "Return the group of a kind; NAMES for an unknown kind."
     return next((group for group, kinds in KIND_GROUPS.items() if kind in kinds), NAMES)
 
 # %% ../../nbs/audio/problems.ipynb #f4508556
-def count_kinds(
-    kinds: Iterable[str] | Mapping[str, int],  # one by one, or counted already
-) -> dict[str, int]:  # in the order of the groups, the most frequent first
-    "Count problems by kind."
+def count_kinds(kinds: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
+    "Count kinds of problems, or sort their counts, in the order of the groups, the most frequent first."
     order = list(KIND_GROUPS)
-    return dict(
-        sorted(Counter(kinds).items(), key=lambda item: (order.index(group_of(item[0])), -item[1], item[0]))
-    )
+    counts = collections.Counter(kinds)
+    return {k: counts[k] for k in sorted(counts, key=lambda k: (order.index(group_of(k)), -counts[k], k))}
 
 
 def how_many(n: int, what: str) -> str:
@@ -137,20 +119,14 @@ def how_many(n: int, what: str) -> str:
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 
-def format_counts(
-    counts: Mapping[str, int],
-    most: int = 6,  # largest number of names
-) -> str:
-    "Format counts on one line, the largest first."
+def format_counts(counts: Mapping[str, int], most: int = 6) -> str:
+    "Format counts on one line, the largest first, with at most so many names."
     words = [f"{n:,} x {word}" for word, n in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
     return ", ".join(words[:most]) + (f" and {len(words) - most:,} more" if len(words) > most else "")
 
 
-def show_place(
-    place: str,  # folder of a split below the root; empty where it is the root
-    path: str | bytes | os.PathLike,  # relative to that folder
-) -> str:
-    "Return a path below the root for display."
+def show_place(place: str, path: str | bytes | os.PathLike) -> str:
+    "Return a path in the folder of a split, which is empty where it is the root, for display."
     return "/".join(filter(None, [show_path(place), show_path(path)])) if place else show_path(path)
 
 # %% ../../nbs/audio/problems.ipynb #019f4a4a
@@ -168,11 +144,8 @@ def name_problems(
             yield Problem("gain_1", show(i), "the name has gain 1: the hydrophone was not in the water")
 
 
-def twin_problems(
-    names: Iterable[str],  # of what is compared; each once, or more often
-    what: str = "labels",  # others than labels are grouped by `text_key`
-) -> Iterator[Problem]:
-    "Find names that differ only in case, or in what a reader cannot see."
+def twin_problems(names: Iterable[str], what: str = "labels") -> Iterator[Problem]:
+    "Find names that differ only in case, or in what a reader cannot see; others than labels are grouped by `text_key`."
     seen: dict[str, str] = {}
     for name in dict.fromkeys(names):
         key = text_key(name)
@@ -191,26 +164,23 @@ def twin_problems(
 
 
 def label_problems(
-    label_names: Sequence[str],  # in id order
-    label_ids: Iterable[
-        tuple[str, np.ndarray]
-    ],  # of each split: its folder below the root, or its name, and [B] of its recordings
+    label_names: Sequence[str], label_ids: Iterable[tuple[str, np.ndarray]]
 ) -> Iterator[Problem]:
-    "Find labels that differ only in case or in what cannot be seen, and labels without recordings."
+    """Find labels that differ only in case or in what cannot be seen, and labels without recordings.
+
+    `label_ids`: of each split its folder below the root, or its name, and the numbers of its recordings' labels.
+    """
     yield from twin_problems(label_names)
     for place, ids in label_ids:
-        counts = np.bincount(ids[ids >= 0], minlength=len(label_names))
-        for i, name in enumerate(label_names):
-            if not counts[i]:
-                yield Problem(
-                    "empty_label", show_place(place, name), "the split has no recording of this label"
-                )
+        for i in sorted(set(range(len(label_names))).difference(ids.tolist())):
+            where = show_place(place, label_names[i])
+            yield Problem("empty_label", where, "the split has no recording of this label")
 
-# %% ../../nbs/audio/problems.ipynb #b1903c72
+# %% ../../nbs/audio/problems.ipynb #4bd4b4cf
 ALWAYS_SHOWN = ("label_tied", "dead_sensor", "duplicate_labels", "empty_label")
 MAX_PER_KIND = 100
 
-# %% ../../nbs/audio/problems.ipynb #4bd4b4cf
+
 class ProblemReport:
     "Problems by group and kind for a notebook or a terminal."
 
@@ -223,10 +193,9 @@ class ProblemReport:
         found: dict[str, list[Problem]] = {}
         for p in problems:
             found.setdefault(p.kind, []).append(p)
-        self.by_kind = {
-            kind: found[kind] for kind in count_kinds({k: len(same) for k, same in found.items()})
-        }
-        n_all = sum(map(len, found.values()))
+        counts = count_kinds({kind: len(same) for kind, same in found.items()})
+        self.by_kind = {kind: found[kind] for kind in counts}
+        n_all = sum(counts.values())
         left = n_all if most is None else most
         self.given = dict.fromkeys(found, 0)
         for k, kind in enumerate(sorted(found, key=lambda kind: len(found[kind])) if left > 0 else ()):
@@ -256,7 +225,7 @@ class ProblemReport:
         return "\n".join(lines) or "No problem was seen."
 
     def _repr_html_(self) -> str:
-        return f"<p>{'<br>'.join(escape(line.strip()) for line in repr(self).splitlines())}</p>"
+        return f"<p>{'<br>'.join(html.escape(line.strip()) for line in repr(self).splitlines())}</p>"
 
 # %% ../../nbs/audio/problems.ipynb #2159f8bf
 @dataclass(frozen=True, eq=False, repr=False)
@@ -269,9 +238,7 @@ class Columns:
     label_id: np.ndarray  # [B] int, into labels
     path: Sequence[bytes] | np.ndarray  # [B], relative to the split
     sensor: np.ndarray  # [B] S, empty where not known
-    status: (
-        np.ndarray
-    )  # [B] S; "identical_channels", "opposite_phase" and the faults of `add_faults` in it are looked for
+    status: np.ndarray  # [B] S; "identical_channels", "opposite_phase" and the faults of `add_faults` count
     sample_rate: np.ndarray  # [B] int, Hz, as recorded
     n_samples: np.ndarray  # [B] int, per channel, as recorded
     channels: np.ndarray  # [B] int, as recorded
@@ -290,7 +257,7 @@ class Columns:
         "Recording `i` as it is displayed."
         return show_place(self.places[self.split_id[i]], self.path[i])
 
-    @cached_property
+    @functools.cached_property
     def duration_s(self) -> np.ndarray:
         "[B] seconds as recorded."
         return self.n_samples / self.sample_rate
@@ -299,83 +266,58 @@ class Columns:
 CLIPPED_SHARE = 0.01  # of the samples at full scale
 DC_OFFSET = 0.01  # of full scale
 FLOAT_PEAK = 2.0  # of float samples; a recorder or a filter may exceed 1 a little
-_FAULTS = {  # word of the status -> what it means
+_SHOWN = ("sample_rate", "duration_s", "channels", "n_samples", "clipped_share", "dc_offset")
+_MESSAGES = {
+    "other_rate": "the sample rate is {sample_rate} Hz; {n_rate:,} of {n:,} recordings have {rate} Hz",
+    "other_length": "the length is {duration_s:.6g} s; {n_length:,} of {n:,} recordings have {length:.6g} s",
+    "same_channels": "the recording has {channels} identical channels; the row is one of them",
+    "stereo": "the recording has {channels} different channels; the row is their mean, or the first one with channels='first'",
     "opposite_phase": "the channels cancel each other; build with channels='first' and check the wiring",
-    "unread_samples": "the header declares {n:,} samples, and more bytes that belong to no chunk follow: these samples are not in the row; "
-    "repair the header, for example by sox --ignore-length",
-    "stalled": "a quarter of a second or more is one value without a break, in a signal that moves otherwise: the write stalled, a program padded it, "
-    "or a gate is on; remove the recording, or cut that part off",
+    "unread_samples": "the header declares {n_samples:,} samples, and more bytes that belong to no chunk follow: these samples are "
+    "not in the row; repair the header, for example by sox --ignore-length",
+    "stalled": "a quarter of a second or more is one value without a break, in a signal that moves otherwise: the write stalled, "
+    "a program padded it, or a gate is on; remove the recording, or cut that part off",
+    "clipped": "{clipped_share:.1%} of the samples are at full scale; lower the gain",
+    "silent": "all samples are equal within one 16-bit step",
+    "dc_offset": "the mean of the samples is {dc_offset:+.1%} of full scale",
 }
 
 
-def _most_common(values: np.ndarray) -> tuple[float, int]:
-    "Return the most frequent value (the smallest of equals) and its count."
-    found, counts = np.unique(values, return_counts=True)
-    return found[counts.argmax()], int(counts.max())
-
-
 def _odd_recordings(c: Columns) -> Iterator[Problem]:
-    rate, n_rate = _most_common(c.sample_rate)
-    length, n_length = _most_common(c.duration_s)
+    def says(word: str) -> np.ndarray:
+        return np.strings.find(c.status, word.encode()) >= 0
+
+    # the most frequent rate and length, the smallest of equals
+    (rate, n_rate), (length, n_length) = (
+        max(zip(*np.unique(x, return_counts=True)), key=operator.itemgetter(1))
+        for x in (c.sample_rate, c.duration_s)
+    )
+    common = {"n": len(c), "rate": rate, "n_rate": n_rate, "length": length, "n_length": n_length}
     is_clipped = c.clipped_share >= CLIPPED_SHARE
     peak = np.zeros(len(c)) if c.peak is None else c.peak
     is_integer = is_clipped & np.strings.startswith(c.encoding, b"float") & (peak > FLOAT_PEAK)
-    is_same = np.strings.find(c.status, b"identical_channels") >= 0
-    found: tuple[tuple[str, np.ndarray, Callable[[int], str]], ...] = (
-        (
-            "other_rate",
-            c.sample_rate != rate,
-            lambda i: (
-                f"the sample rate is {c.sample_rate[i]} Hz; {n_rate:,} of {len(c):,} recordings have {rate} Hz"
-            ),
-        ),
-        (
-            "other_length",
-            np.abs(c.duration_s - length) * rate >= 0.5,  # samples
-            lambda i: (
-                f"the length is {c.duration_s[i]:.6g} s; {n_length:,} of {len(c):,} recordings have {length:.6g} s"
-            ),
-        ),
-        (
-            "stereo",
-            (c.channels > 1) & is_same,
-            lambda i: f"the recording has {c.channels[i]} identical channels; the row is one of them",
-        ),
-        (
-            "stereo",
-            (c.channels > 1) & ~is_same,
-            lambda i: (
-                f"the recording has {c.channels[i]} different channels; the row is their mean, or the first one with channels='first'"
-            ),
-        ),
-        *(
-            (
-                kind,
-                np.strings.find(c.status, kind.encode()) >= 0,
-                lambda i, text=text: text.format(n=c.n_samples[i]),
-            )
-            for kind, text in _FAULTS.items()
-        ),
-        ("float_scale", is_integer, lambda i: integer_scale(float(peak[i]))),
-        (
-            "clipped",
-            is_clipped & ~is_integer,
-            lambda i: f"{100 * c.clipped_share[i]:.1f} % of the samples are at full scale; lower the gain",
-        ),
-        ("silent", c.silent, lambda i: "all samples are equal within one 16-bit step"),
-        (
-            "dc_offset",
-            (np.abs(c.dc_offset) >= DC_OFFSET) & ~c.silent & ~is_integer,
-            lambda i: f"the mean of the samples is {100 * c.dc_offset[i]:+.1f} % of full scale",
-        ),
-    )
-    for kind, is_found, message in found:
+    found = {
+        "other_rate": c.sample_rate != rate,
+        "other_length": np.abs(c.duration_s - length) * rate >= 0.5,  # samples
+        "same_channels": (c.channels > 1) & says("identical_channels"),
+        "stereo": (c.channels > 1) & ~says("identical_channels"),
+        **{fault: says(fault) for fault in ("opposite_phase", "unread_samples", "stalled")},
+        "float_scale": is_integer,
+        "clipped": is_clipped & ~is_integer,
+        "silent": c.silent,
+        "dc_offset": (np.abs(c.dc_offset) >= DC_OFFSET) & ~c.silent & ~is_integer,
+    }
+    for kind, is_found in found.items():
+        text = _MESSAGES.get(kind, "")
+        shown = {name: getattr(c, name) for name in _SHOWN if f"{{{name}" in text}
         for i in np.flatnonzero(is_found).tolist():
-            yield Problem(kind, c.show(i), message(i))
+            message = text.format(**common, **{name: values[i].item() for name, values in shown.items()})
+            message = message or conform.integer_scale(float(peak[i]))
+            yield Problem("stereo" if kind == "same_channels" else kind, c.show(i), message)
 
 # %% ../../nbs/audio/problems.ipynb #81b1af96
 DEAD_FILES = 3  # recordings of a sensor, at the least
-DEAD_RMS = 2 * LSB  # of full scale
+DEAD_RMS = 2 * conform.LSB  # of full scale
 
 
 def _dead_sensors(c: Columns) -> Iterator[Problem]:
@@ -400,7 +342,7 @@ def _duplicates(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]
     first: dict[bytes, tuple[Columns, int, int]] = {}
     first_in: dict[tuple[bytes, int], int] = {}
     n_splits = 0
-    show = cache(lambda part, i: part.show(i))  # of originals: one may have many copies
+    show = functools.cache(lambda part, i: part.show(i))  # of originals: one may have many copies
     for k, part in enumerate((*before, c)):
         own = part.digest.tolist()
         for i in np.flatnonzero(~part.silent).tolist():
@@ -430,13 +372,11 @@ def _divergence(q: float, p: float) -> float:
     return sum(a * math.log(a / b) for a, b in ((q, p), (1 - q, 1 - p)) if a > 0)
 
 
-def tied_values(
-    values: np.ndarray,  # [B] of any kind that can be sorted
-    label_id: np.ndarray,  # [B] int from 0
-) -> Iterator[
-    tuple[object, int, int, int, float]
-]:  # value, label, recordings with both, recordings with the value, share of the label in the whole set
-    "Find values of a property that predict one label much better than the label shares of the whole set."
+def tied_values(values: np.ndarray, label_id: np.ndarray) -> Iterator[tuple[object, int, int, int, float]]:
+    """Find values [B] of a property that predict one label much better than the label shares of the whole set.
+
+    Yields value, label, recordings with both, recordings with the value, and share of the label in the whole set.
+    """
     found, code, counts = np.unique(values, return_inverse=True, return_counts=True)
     n_labels = int(label_id.max(initial=0)) + 1
     whole = np.bincount(label_id, minlength=n_labels)
@@ -456,11 +396,11 @@ def tied_values(
             yield value, label, int(row[label]), n, float(p)
 
 # %% ../../nbs/audio/problems.ipynb #feb2766a
-def label_auc(
-    values: np.ndarray,  # [B] numbers
-    label_id: np.ndarray,  # [B] int from 0
-) -> np.ndarray:  # [labels] 0 to 1; NaN for a label that none or all have
-    "Return for each label the area under the ROC curve: the share of pairs in which its recording has the larger number; ties count half."
+def label_auc(values: np.ndarray, label_id: np.ndarray) -> np.ndarray:
+    """Return for each label the area under the ROC curve of numbers [B]; NaN for a label that none or all have.
+
+    This is the share of pairs in which the recording with the label has the larger number; ties count half.
+    """
     _, code, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[code]
     n = np.bincount(label_id).astype(np.float64)
@@ -483,21 +423,11 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
         for value, label, n_both, n, share in tied_values(values, c.label_id):
             tied.add(name)
             shown = show_path(value) if isinstance(value, bytes) else f"{value:.6g}"
-            yield Problem(
-                "label_tied",
-                show_path(c.labels[label]),
-                f"{name}: {n_both:,} of the {n:,} recordings with {shown}{unit} have this label, "
-                f"which {100 * share:.0f} % of all recordings have; {_RECORDER}",
-            )
-    numbers = [
-        (
-            "level",
-            "louder",
-            "quieter",
-            c.rms_db,
-            "a detector may learn the level alone: check that gain and recorder are the same for all labels",
-        )
-    ]
+            message = f"{name}: {n_both:,} of the {n:,} recordings with {shown}{unit} have this label, "
+            message += f"which {100 * share:.0f} % of all recordings have; {_RECORDER}"
+            yield Problem("label_tied", show_path(c.labels[label]), message)
+    level = "a detector may learn the level alone: check that gain and recorder are the same for all labels"
+    numbers = [("level", "louder", "quieter", c.rms_db, level)]
     if "length" not in tied and (c.duration_s != c.duration_s[0]).any():
         numbers.append(("length", "longer", "shorter", c.duration_s, _RECORDER))
     counts = np.bincount(c.label_id)
@@ -507,28 +437,17 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
         labels = np.flatnonzero(enough & ((shares >= TIED_SHARE) | (shares <= 1 - TIED_SHARE)))
         for k in labels[:1] if np.count_nonzero(counts) == 2 else labels:  # of two, the other says the same
             share, word = max((shares[k], more), (1 - shares[k], less))
-            yield Problem(
-                "label_tied",
-                show_path(c.labels[k]),
-                f"{name}: in {100 * share:.1f} % of the pairs the recording with this label is {word}; {danger}",
-            )
+            message = f"{name}: in {100 * share:.1f} % of the pairs the recording with this label is {word}; {danger}"
+            yield Problem("label_tied", show_path(c.labels[k]), message)
 
 # %% ../../nbs/audio/problems.ipynb #a6a6822b
-def content_problems(
-    columns: Columns,
-    *,
-    before: Sequence[
-        Columns
-    ] = (),  # splits built before in the same run: copies of their recordings are named
-) -> Iterator[Problem]:
-    "Run all content checks."
+def content_problems(columns: Columns, *, before: Sequence[Columns] = ()) -> Iterator[Problem]:
+    "Run all content checks; copies of recordings of splits that were built before in the same run are named."
     if len(columns):
-        yield from chain(
-            _odd_recordings(columns),
-            _dead_sensors(columns),
-            _duplicates(columns, before),
-            _tied_labels(columns),
-        )
+        yield from _odd_recordings(columns)
+        yield from _dead_sensors(columns)
+        yield from _duplicates(columns, before)
+        yield from _tied_labels(columns)
 
 # %% ../../nbs/audio/problems.ipynb #7d49944d
 FACTS = np.dtype(
@@ -539,21 +458,21 @@ FACTS = np.dtype(
         ("encoding", "S24"),
         ("status", "S64"),
         ("digest", "S32"),
-        *FIGURES.descr,
+        *conform.FIGURES.descr,
     ]
 )
 CONTENT_COLUMNS = ("split", "path", "code", "message", *(FACTS.names or ()))  # columns of the table
 
 
-def read_facts(path: str | bytes | os.PathLike) -> tuple[Any, ...]:  # in the order of FACTS
-    "Read the facts of one recording; raises RecordingError if it cannot become a row."
+def read_facts(path: str | bytes | os.PathLike) -> tuple[Any, ...]:
+    "Read the facts of one recording, in the order of FACTS; raises RecordingError if it cannot become a row."
     try:
         recording = read_wav(path)
         x = recording.samples
         if x.dtype != np.int16:
-            check_range(x)
-        status = add_faults(to_mono(x, "first")[1] or "ok", recording)
-        figures = quality_figures(x, recording.encoding)
+            conform.check_range(x)
+        status = conform.add_faults(conform.to_mono(x, "first")[1] or "ok", recording)
+        figures = conform.quality_figures(x, recording.encoding)
     except MemoryError as e:
         raise OutOfMemory(path) from e
     return recording.sample_rate, *x.shape, recording.encoding, status, recording.digest, *figures
@@ -563,13 +482,12 @@ FILES_PER_TASK = 16  # small, so that progress is smooth and Ctrl-C does not wai
 
 
 def read_content(
-    listings: Sequence["Listing"],
-    *,
-    progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
-) -> (
-    "tuple[pd.DataFrame, list[Problem]]"
-):  # a row per recording in the order of the listings, columns CONTENT_COLUMNS
-    "Read the facts of all listed recordings, and a problem for each that cannot become a row; raises MachineError."
+    listings: Sequence["Listing"], *, progress: str = "auto"
+) -> "tuple[pd.DataFrame, list[Problem]]":
+    """Read the facts of all listed recordings, and a problem for each that cannot become a row; raises MachineError.
+
+    The table has a row per recording in the order of the listings, with CONTENT_COLUMNS.
+    """
     import pandas as pd
 
     files = [(x, k) for x in listings for k in range(len(x))]
@@ -595,20 +513,16 @@ def read_content(
 
     with Progress(len(files), label="reading", show=progress) as bar:
         for x, end in zip(listings, np.cumsum([len(x) for x in listings]).tolist()):
-            with LocalCopies(x.folder) as copies, ThreadPoolExecutor(usable_cores()) as pool:
+            with (
+                LocalCopies(x.folder) as copies,
+                concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool,
+            ):
+                read = functools.partial(read_block, x, copies, end - len(x))
                 # an error cancels the blocks that have not begun
-                for n in pool.map(
-                    partial(read_block, x, copies, end - len(x)), range(0, len(x), FILES_PER_TASK)
-                ):
+                for n in pool.map(read, range(0, len(x), FILES_PER_TASK)):
                     bar.add(n)
-    table = pd.DataFrame(
-        {
-            "split": [x.split for x, _ in files],
-            "path": text_column(os.fsdecode(x.paths[k]) for x, k in files),
-            "code": code,
-            "message": message,
-        }
-    )
+    splits, paths = [x.split for x, _ in files], text_column(os.fsdecode(x.paths[k]) for x, k in files)
+    table = pd.DataFrame({"split": splits, "path": paths, "code": code, "message": message})
     kinds: dict[str, Any] = {"i": "Int64", "b": "boolean", "f": "float32"}
     for name in FACTS.names or ():  # numbers of files that could not be read are missing, texts are empty
         column = pd.Series(facts[name])
@@ -628,20 +542,14 @@ def content_columns(
     "Select the recordings that can become rows, as columns for the checks."
     label_id = np.concatenate([x.label_ids for x in listings])
     good = np.flatnonzero((table["code"] == "").to_numpy() & (label_id >= 0))
-    split_id = np.repeat(np.arange(len(listings)), [len(x) for x in listings])
+    split_id = np.repeat(np.arange(len(listings)), [len(x) for x in listings])[good]
     paths = [p for x in listings for p in x.paths]
-
-    def take(name: str) -> np.ndarray:
+    facts: dict[str, np.ndarray] = {}
+    for name in ("sensor", *(FACTS.names or ())):
         values = table[name].iloc[good]
-        if name == "sensor" or FACTS[name].kind == "S":
-            return np.array([os.fsencode(v) for v in values], "S")
-        return values.to_numpy(FACTS[name])
-
-    return Columns(
-        tuple(x.place for x in listings),
-        tuple(label_names),
-        split_id[good],
-        label_id[good].astype(np.int64),
-        [paths[i] for i in good],
-        **{n: take(n) for n in ("sensor", *(FACTS.names or ()))},
-    )
+        is_text = name == "sensor" or FACTS[name].kind == "S"
+        facts[name] = (
+            np.array([os.fsencode(v) for v in values], "S") if is_text else values.to_numpy(FACTS[name])
+        )
+    places, label_id = tuple(x.place for x in listings), label_id[good].astype(np.int64)
+    return Columns(places, tuple(label_names), split_id, label_id, [paths[i] for i in good], **facts)

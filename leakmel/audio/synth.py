@@ -6,15 +6,10 @@
 __all__ = ['write_demo']
 
 # %% ../../nbs/audio/synth.ipynb #10f7ac08
-import os, struct, time
-from collections import Counter
+import collections, datetime, itertools, os, struct, tempfile, time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from functools import cached_property
-from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,166 +24,104 @@ SAMPLE_RATE = 4096  # Hz
 N_SAMPLES = 40960  # in a recording of 10 s
 N_BINS = N_SAMPLES // 2 + 1  # bins of the transform of a recording, 0.1 Hz apart
 _SPREAD = 8  # bins per point of the shape grid
-GRID_HZ = np.arange(-(-N_BINS // _SPREAD), dtype=np.float32) * np.float32(
-    _SPREAD * SAMPLE_RATE / N_SAMPLES
-)  # [G]
+GRID_HZ = np.arange(-(-N_BINS // _SPREAD), dtype=np.float32) * np.float32(0.1 * _SPREAD)  # [G]
 _OCTAVES = np.log2(np.maximum(GRID_HZ, np.float32(1)))  # [G]
 
 
-def from_db(
-    db: Any,  # dB, number or array
-) -> Any:  # the same as a ratio of powers
-    "Convert a level in dB to a ratio of powers."
+def from_db(db: Any) -> Any:
+    "Convert levels in dB to ratios of powers."
     return 10 ** (db / 10)
 
 
-def resonance(
-    f_hz: float,  # resonance frequency, Hz
-    q: float,  # quality: f_hz over the width at half power
-) -> np.ndarray:  # float32 [G], 1 at the peak
-    "Return the power response of a resonator over the shape grid."
+def resonance(f_hz: float, q: float) -> np.ndarray:
+    "Return the power response of a resonator over the shape grid, 1 at the peak; q is f_hz over the width at half power."
     detune = GRID_HZ / np.float32(f_hz) - np.float32(f_hz) / np.maximum(GRID_HZ, np.float32(0.4))
     return 1 / (1 + np.float32(q * q) * detune * detune)
 
 
-def bump(
-    f_hz: float,  # centre
-    octaves: float,  # half width
-) -> np.ndarray:  # float32 [G], 1 at the centre
-    "Return a broad band of noise: a bell curve over the logarithm of the frequency."
+def bump(f_hz: float, octaves: float) -> np.ndarray:
+    "Return a broad band of noise: a bell curve over the logarithm of the frequency, 1 at the centre, of a half width."
     z = (_OCTAVES - np.float32(np.log2(f_hz))) / np.float32(octaves)
     return np.exp(np.float32(-0.5) * z * z)
 
 
-def unit_power(
-    shape: np.ndarray,  # power over the shape grid [G]
-) -> np.ndarray:  # float32 [G], the bins together have power 1
-    "Scale a shape so that noise of this colour has a mean square of 1."
+def unit_power(shape: np.ndarray) -> np.ndarray:
+    "Scale a power spectrum over the shape grid so that noise of this colour has a mean square of 1."
     return (shape / (_SPREAD * shape.sum())).astype(np.float32, copy=False)
 
 # %% ../../nbs/audio/synth.ipynb #73a3125a
-def random_bins(
-    amplitude: np.ndarray,  # root of the mean square of each bin's parts, float32 [K]
-    rng: np.random.Generator,
-) -> np.ndarray:  # complex64 [K]
-    "Draw independent random bins of mean zero."
+def random_bins(amplitude: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    "Draw independent random bins of mean zero, complex64 [K]; amplitude: root of the mean square of their parts."
     parts = rng.random(2 * len(amplitude), dtype=np.float32) - np.float32(0.5)
     parts *= np.float32(np.sqrt(12))  # mean square 1
     return parts.view(np.complex64) * amplitude
 
 
-def noise_bins(
-    power: np.ndarray,  # power over the shape grid [G], sum times 8 = mean square of the noise
-    rng: np.random.Generator,
-) -> np.ndarray:  # complex64 [F], to be given to irfft
-    "Draw the spectrum of Gaussian noise with the given power spectrum."
+def noise_bins(power: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    "Draw the spectrum of Gaussian noise, complex64 [F] for irfft; the sum of its power [G] times 8 is its mean square."
     return random_bins(np.repeat(np.sqrt(power) * np.float32(N_SAMPLES / 2), _SPREAD)[:N_BINS], rng)
 
 # %% ../../nbs/audio/synth.ipynb #1b31b9bd
-N_TONES = 8
-
-
-@dataclass(frozen=True)
-class Sensor:
-    "Properties of a logger and its place that are the same in all its recordings."
-
-    name: str
-    level_db: float  # typical level, dB re full scale
-    floor_db: float  # electronics, dB re the typical level
-    tilt_db: float  # dB per octave, on top of the flow's own
-    mounting: tuple[tuple[float, float, float], ...]  # resonances: Hz, Q, dB
-    pipe_hz: tuple[float, ...]  # modes of the pipe
-    pipe_q: float  # their quality
-    hum_db: float  # pumps, dB re the typical level
-    hum_share: float  # share of recordings in which a pump runs
-    tones: tuple[tuple[float, float], ...]  # lines of the hum: Hz (multiples of 0.1), share of its power
-    traffic: float  # mean number of vehicles in a recording
-    tap_share: float  # share of recordings in which a tap is opened
-    gain: int  # setting of the amplifier, a number in the name of the file
-    dc_offset: float  # in units of one 16-bit step
-
-    @cached_property
-    def colour(self) -> np.ndarray:
-        "Power response of mounting and amplifier over the shape grid, float32 [G]."
-        shape = from_db(np.float32(self.tilt_db) * (_OCTAVES - 8)) * (GRID_HZ / (GRID_HZ + 8)) ** 2
-        for f_hz, q, db in self.mounting:
-            shape = shape * (1 + np.float32(from_db(db)) * resonance(f_hz, q))
-        return shape.astype(np.float32)
-
-    @cached_property
-    def modes(self) -> np.ndarray:
-        "Resonances of the pipe over the shape grid, float32 [modes, G]."
-        return np.stack([resonance(f, self.pipe_q) for f in self.pipe_hz])
-
-    @cached_property
-    def background(self) -> tuple[np.ndarray, np.ndarray]:
-        "Colours of the flow and of the electronics, float32 [G] each, power 1."
-        flow = self.colour * from_db(-7 * np.maximum(_OCTAVES - 6, 0)) + np.float32(1e-4) * self.colour
-        return unit_power(flow), unit_power(np.ones_like(GRID_HZ))
-
-# %% ../../nbs/audio/synth.ipynb #e1cb3582
 N_SENSORS = 40
 
 
-def stream(
-    seed: int,  # of the whole set
-    *key: int,  # purpose of the random numbers, then index
-) -> np.random.Generator:
-    "Return an independent random generator for each purpose and index, whatever the order of work."
+def stream(seed: int, *key: int) -> np.random.Generator:
+    "Return an independent random generator for each purpose and index (the key) of a set, whatever the order of work."
     return np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed, spawn_key=key)))
 
 
-def _tones(rng: np.random.Generator) -> tuple[tuple[float, float], ...]:
-    "Draw the lines of pumps: harmonics of the mains, and of a shaft that turns slightly slower than half the mains."
-    shaft_hz = rng.uniform(23.8, 24.9)
-    blades = rng.integers(5, 8)
-    f_hz = [50.0 * k for k in (1, 2, 3, 4, 6)] + [shaft_hz, shaft_hz * blades, 2 * shaft_hz * blades]
-    return tuple(
-        (round(f, 1), s) for f, s in zip(map(float, f_hz), rng.dirichlet(np.full(N_TONES, 0.8)).tolist())
-    )
-
-
-def make_sensor(
-    index: int,  # from 0
-    seed: int = 0,
-) -> Sensor:
-    "Draw a sensor and its place."
+def make_sensor(index: int, seed: int = 0) -> SimpleNamespace:
+    "Draw a sensor and its place: what is the same in all its recordings; spectra float32 [G]."
     rng = stream(seed, 0, index)
     f_first = rng.uniform(60, 140)
     stretch = rng.uniform(0, 0.02)
-    return Sensor(
+    sensor = SimpleNamespace(
         name=f"{'HA'[index % 4 == 3]}{101 + 7 * index}",  # H: hydrophone, A: accelerometer
-        level_db=rng.normal(-38, 2.5),
-        floor_db=rng.normal(-26, 4),
-        tilt_db=rng.normal(0, 1.2),
-        mounting=tuple(
+        level_db=rng.normal(-38, 2.5),  # typical level, dB re full scale
+        floor_db=rng.normal(-26, 4),  # electronics, dB re the typical level
+        tilt_db=rng.normal(0, 1.2),  # dB per octave, on top of the flow's own
+        # resonances of the mounting: Hz, Q, dB
+        mounting=[
             (float(np.exp(rng.uniform(np.log(90), np.log(1800)))), rng.uniform(1.5, 12), rng.uniform(0, 11))
             for _ in range(4)
-        ),
-        pipe_hz=tuple(float(f_first * k * (1 + stretch * k)) for k in range(1, 13)),
-        pipe_q=rng.uniform(6, 25),
-        hum_db=rng.normal(-5, 4),
-        hum_share=rng.uniform(0.2, 0.9),
-        tones=_tones(rng),
-        traffic=rng.uniform(0.2, 2.5),
-        tap_share=rng.uniform(0.5, 0.85),
-        gain=int(rng.choice([8, 12, 16, 24, 32])),
-        dc_offset=rng.normal(0, 15),
+        ],
+        pipe_hz=[float(f_first * k * (1 + stretch * k)) for k in range(1, 13)],  # modes of the pipe
+        pipe_q=rng.uniform(6, 25),  # their quality
+        hum_db=rng.normal(-5, 4),  # pumps, dB re the typical level
+        hum_share=rng.uniform(0.2, 0.9),  # share of recordings in which a pump runs
+        shaft_hz=rng.uniform(23.8, 24.9),  # of the pump: slightly slower than half the mains
+        blades=rng.integers(5, 8),
+        tone_shares=rng.dirichlet(np.full(8, 0.8)),  # of the power of the hum, by line
+        traffic=rng.uniform(0.2, 2.5),  # mean number of vehicles in a recording
+        tap_share=rng.uniform(0.5, 0.85),  # share of recordings in which a tap is opened
+        gain=int(
+            rng.choice([8, 12, 16, 24, 32])
+        ),  # setting of the amplifier, a number in the name of the file
+        dc_offset=rng.normal(0, 15),  # in units of one 16-bit step
     )
-
-# %% ../../nbs/audio/synth.ipynb #97fa39d4
-LABELS = ("LEAK", "NOLEAK")
+    # lines of the hum: harmonics of the mains and of the shaft, in multiples of 0.1 Hz
+    shafts = [sensor.shaft_hz * k for k in (1, sensor.blades, 2 * sensor.blades)]
+    sensor.tones_hz = np.round([50.0, 100.0, 150.0, 200.0, 300.0, *shafts], 1)
+    # power responses of mounting and amplifier
+    colour = from_db(np.float32(sensor.tilt_db) * (_OCTAVES - 8)) * (GRID_HZ / (GRID_HZ + 8)) ** 2
+    for f_hz, q, db in sensor.mounting:
+        colour = colour * (1 + np.float32(from_db(db)) * resonance(f_hz, q))
+    sensor.colour = colour.astype(np.float32)
+    sensor.modes = np.stack([resonance(f, sensor.pipe_q) for f in sensor.pipe_hz])  # [12, G]
+    flow = sensor.colour * from_db(-7 * np.maximum(_OCTAVES - 6, 0)) + np.float32(1e-4) * sensor.colour
+    sensor.flow, sensor.floor = unit_power(flow), unit_power(np.ones_like(GRID_HZ))  # power 1
+    return sensor
 
 # %% ../../nbs/audio/synth.ipynb #eb8818b0
+LABELS = ("LEAK", "NOLEAK")
 _LOUD_DB = -12.0  # re full scale; noise of this level reaches full scale in about one of 15,000 samples
 
 
-def draw_scene(
-    sensor: Sensor,
-    label: str,  # one of LABELS
-    rng: np.random.Generator,
-) -> SimpleNamespace:  # with half the gain where flow, leak and tap together would overdrive the recorder
-    "Draw the events of one recording; levels in dB re the sensor's typical level, None for absent events."
+def draw_scene(sensor: SimpleNamespace, label: str, rng: np.random.Generator) -> SimpleNamespace:
+    """Draw the events of one recording; levels in dB re the sensor's typical level, None for absent events.
+
+    The gain is halved where flow, leak and tap together would overdrive the recorder.
+    """
     step = rng.choice((0.5, 1.0, 2.0), p=(0.1, 0.8, 0.1))
     opened_s = rng.uniform(-1, 8)
     scene = SimpleNamespace(
@@ -218,13 +151,8 @@ def draw_scene(
     return scene
 
 # %% ../../nbs/audio/synth.ipynb #81072225
-def hiss_power(
-    sensor: Sensor,
-    f_hz: float,  # centre of the band
-    octaves: float,  # its half width
-    place: float,  # of the source on the pipe, 0 to 0.5 of its length
-) -> np.ndarray:  # float32 [G], power 1
-    "Return the power spectrum of water that escapes through an opening, as the sensor records it."
+def hiss_power(sensor: SimpleNamespace, f_hz: float, octaves: float, place: float) -> np.ndarray:
+    "Return the power spectrum, power 1, of water that escapes at a place on the pipe, 0 to 0.5 of its length."
     weights = np.sin(np.pi * place * np.arange(1, 13)).astype(np.float32) ** 2  # of the modes
     # not BLAS: its threads may change the order of the sum
     rings = np.einsum("k,kg->g", weights, sensor.modes)
@@ -241,23 +169,18 @@ _KNOT = 1024  # samples between two points of the envelope of a tap
 _RAMP = np.arange(_KNOT, dtype=np.float32) / np.float32(_KNOT)
 
 
-def render(
-    sensor: Sensor,
-    scene: SimpleNamespace,  # of `draw_scene`
-    rng: np.random.Generator,
-) -> np.ndarray:  # int16 [N]
-    "Compute the samples of a scene as the sensor records it."
-    flow, floor = sensor.background
-    power = flow * np.float32(from_db(scene.flow_db)) + floor * np.float32(from_db(sensor.floor_db))
+def render(sensor: SimpleNamespace, scene: SimpleNamespace, rng: np.random.Generator) -> np.ndarray:
+    "Compute the samples of a scene as the sensor records it, int16 [N]."
+    power = sensor.flow * np.float32(from_db(scene.flow_db))
+    power = power + sensor.floor * np.float32(from_db(sensor.floor_db))
     if scene.leak_db is not None:
         hiss = hiss_power(sensor, scene.leak_hz, scene.leak_octaves, scene.leak_place)
         power = power + hiss * np.float32(from_db(scene.leak_db))
     bins = noise_bins(power, rng)
     if scene.hum_db is not None:
-        f_hz, share = np.array(sensor.tones).T
-        amplitude = np.sqrt(2 * from_db(scene.hum_db) * share) * (N_SAMPLES / 2)
-        lines = (amplitude * np.exp(2j * np.pi * rng.random(N_TONES))).astype(np.complex64)
-        np.add.at(bins, np.rint(f_hz * N_SAMPLES / SAMPLE_RATE).astype(int), lines)
+        amplitude = np.sqrt(2 * from_db(scene.hum_db) * sensor.tone_shares) * (N_SAMPLES / 2)
+        lines = (amplitude * np.exp(2j * np.pi * rng.random(len(amplitude)))).astype(np.complex64)
+        np.add.at(bins, np.rint(sensor.tones_hz * N_SAMPLES / SAMPLE_RATE).astype(int), lines)
     if scene.vehicles:
         rumble = np.fft.irfft(random_bins(_RUMBLE, rng), _LOW_SAMPLES)
         swell = np.zeros_like(rumble)
@@ -278,23 +201,16 @@ def render(
     return np.clip(np.rint(x, out=x), -32768, 32767, out=x).astype(np.int16)
 
 
-def make_recording(
-    sensor: Sensor,
-    label: str,  # one of LABELS
-    rng: np.random.Generator,  # the recording follows from its state
-) -> np.ndarray:  # int16 [N], 10 s at 4,096 Hz
-    "Draw a scene and render it."
+def make_recording(sensor: SimpleNamespace, label: str, rng: np.random.Generator) -> np.ndarray:
+    "Draw a scene and render it: int16 [N], 10 s at 4,096 Hz, which follow from the state of the generator."
     return render(sensor, draw_scene(sensor, label, rng), rng)
 
 # %% ../../nbs/audio/synth.ipynb #7a07404b
 WAV_BYTES = 44 + 2 * N_SAMPLES
 
 
-def wav_bytes(
-    samples: np.ndarray,  # int16 [N] or [N, C]
-    sample_rate: int = SAMPLE_RATE,  # Hz
-) -> bytes:  # header and samples
-    "Return the bytes of a canonical 16-bit PCM WAV file."
+def wav_bytes(samples: np.ndarray, sample_rate: int = SAMPLE_RATE) -> bytes:
+    "Return the bytes of a canonical 16-bit PCM WAV file of int16 samples [N] or [N, C]."
     if samples.dtype != np.int16 or samples.ndim not in (1, 2):
         raise UsageError(
             "these samples cannot be written as 16-bit PCM",
@@ -306,24 +222,16 @@ def wav_bytes(
     return canonical_header(sample_rate, *samples.shape) + samples.astype("<i2", copy=False).tobytes()
 
 
-def write_wav(
-    path: str | os.PathLike,  # replaced if it exists
-    samples: np.ndarray,  # int16 [N] or [N, C]
-    sample_rate: int = SAMPLE_RATE,  # Hz
-) -> int:  # bytes written
-    "Write a canonical 16-bit PCM WAV file."
+def write_wav(path: str | os.PathLike, samples: np.ndarray, sample_rate: int = SAMPLE_RATE) -> int:
+    "Write a canonical 16-bit PCM WAV file, and return its bytes; an existing file is replaced."
     return Path(path).write_bytes(wav_bytes(samples, sample_rate))
 
 # %% ../../nbs/audio/synth.ipynb #7dd68417
 SPLIT_SIZES = {"TRAINING": 39_563, "VALIDATION": 7_913, "TESTING": 3_958}
-_PER_SENSOR = 30  # recordings for one more sensor than the smallest set has
-_MAX_SENSORS = 400
 MIN_FILES = len(SPLIT_SIZES) * len(LABELS)
 
 
-def split_counts(
-    n_files: int,  # in the set, at least 6
-) -> dict[str, int]:  # recordings per split
+def split_counts(n_files: int) -> dict[str, int]:
     "Distribute recordings over the splits in the reference proportions, at least one per split and label."
     if isinstance(n_files, bool) or not isinstance(n_files, int) or n_files < MIN_FILES:
         raise UsageError(
@@ -339,11 +247,9 @@ def split_counts(
     return counts
 
 
-def split_sensors(
-    n_files: int,  # in the set
-) -> dict[str, range]:  # numbers of the sensors of each split, none in two
-    "Distribute the sensors over the splits; larger sets have more sensors."
-    n = max(N_SENSORS, min(n_files // _PER_SENSOR, _MAX_SENSORS))
+def split_sensors(n_files: int) -> dict[str, range]:
+    "Distribute numbers of sensors over the splits, none in two; a larger set has one for 30 recordings, up to 400."
+    n = max(N_SENSORS, min(n_files // 30, 400))
     ends = [0, round(0.6 * n), round(0.75 * n), n]
     return {split: range(*part) for split, part in zip(SPLIT_SIZES, zip(ends, ends[1:]))}
 
@@ -358,22 +264,21 @@ class PlannedRecording:
     index: int  # in the whole set, from 0
     split: str
     label: str
-    sensor: Sensor
+    sensor: SimpleNamespace
     turn: int  # number of earlier recordings of the sensor
 
     def path(self, gain: int, recording: str | None = None) -> str:
         "Path below the root of the set."
         night, turn = divmod(self.turn, _PER_NIGHT)
-        at = datetime(2021, 3, 1) + timedelta(days=night, minutes=20 * turn, seconds=self.index * 7 % 60)
+        at = datetime.datetime(2021, 3, 1) + datetime.timedelta(
+            days=night, minutes=20 * turn, seconds=self.index * 7 % 60
+        )
         name = f"{self.sensor.name}~{recording or f'{self.index:06d}'}~{at:%Y%m%d_%H%M%S}~{gain}.wav"
         return f"{self.split}/{self.label}/{name}"
 
 
-def plan_set(
-    n_files: int,  # in the set, at least 6
-    seed: int = 0,
-) -> list[PlannedRecording]:  # by index
-    "Plan the recordings of all sensors and splits."
+def plan_set(n_files: int, seed: int = 0) -> list[PlannedRecording]:
+    "Plan the recordings of all sensors and splits, at least six, by index."
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise UsageError(
             "the seed must be a whole number",
@@ -383,35 +288,26 @@ def plan_set(
             remedy="give another seed",
         )
     counts = split_counts(n_files)
-    of_split = split_sensors(n_files)
-    sensors = [make_sensor(i, seed) for numbers in of_split.values() for i in numbers]
     plan: list[PlannedRecording] = []
-    for split, n in counts.items():
-        mine = [sensors[i] for i in of_split[split]]
-        for i in range(n):
+    for split, numbers in split_sensors(n_files).items():
+        mine = [make_sensor(i, seed) for i in numbers]
+        for i in range(counts[split]):
             pair, label = divmod(i, len(LABELS))
             turn, place = divmod(pair, len(mine))
-            plan.append(
-                PlannedRecording(len(plan), split, LABELS[label], mine[place], len(LABELS) * turn + label)
-            )
+            turn = len(LABELS) * turn + label
+            plan.append(PlannedRecording(len(plan), split, LABELS[label], mine[place], turn))
     return plan
 
 # %% ../../nbs/audio/synth.ipynb #2bb96851
-def render_planned(
-    planned: PlannedRecording,
-    seed: int = 0,  # of the set
-) -> tuple[str, np.ndarray]:  # path below the root, samples int16 [N]
-    "Compute name and samples of a planned recording; they depend only on seed and index."
+def render_planned(planned: PlannedRecording, seed: int = 0) -> tuple[str, np.ndarray]:
+    "Compute path below the root and samples of a planned recording; they depend only on the set's seed and its index."
     rng = stream(seed, 1, planned.index)
     scene = draw_scene(planned.sensor, planned.label, rng)
     return planned.path(scene.gain), render(planned.sensor, scene, rng)
 
 # %% ../../nbs/audio/synth.ipynb #d74c4367
-def plan_faults(
-    plan: list[PlannedRecording],  # the good recordings
-    seed: int = 0,  # of the set
-) -> list[tuple[str, str, bytes]]:  # path below the root, what is wrong, content of the file
-    "Compute the faulty files of a set."
+def plan_faults(plan: list[PlannedRecording], seed: int = 0) -> list[tuple[str, str, bytes]]:
+    "Compute the faulty files of a set of good ones: path below the root, what is wrong, and content."
     host = plan[0]
     gain = host.sensor.gain
 
@@ -474,7 +370,7 @@ class DemoSummary:
             f"{self.seconds:.1f} s, {self.n_files / max(self.seconds, 1e-9):,.0f} files/s"
         )
 
-# %% ../../nbs/audio/synth.ipynb #3d586d1d
+# %% ../../nbs/audio/synth.ipynb #3815de37
 def _check_target(root: Path) -> None:
     if os.path.lexists(root) and (not root.is_dir() or any(root.iterdir())):
         raise OutputError(
@@ -485,7 +381,7 @@ def _check_target(root: Path) -> None:
             remedy="choose another folder",
         )
 
-# %% ../../nbs/audio/synth.ipynb #3815de37
+
 def write_demo(
     root: str | os.PathLike,  # new or empty folder
     *,
@@ -507,9 +403,9 @@ def write_demo(
     with write_errors(root):
         root.parent.mkdir(parents=True, exist_ok=True)
         _check_target(root)
-        with TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as folder:
             partial = Path(folder, root.name)
-            for split, label in product(SPLIT_SIZES, LABELS):
+            for split, label in itertools.product(SPLIT_SIZES, LABELS):
                 Path(partial, split, label).mkdir(parents=True)
             for n_done, planned in enumerate(plan, 1):
                 path, samples = render_planned(planned, seed)
@@ -520,15 +416,10 @@ def write_demo(
                 Path(partial, path).write_bytes(content)
             _check_target(root)  # another process may have filled it
             partial.rename(root)
-    splits: dict[str, dict[str, int]] = {split: Counter() for split in SPLIT_SIZES}
+    splits: dict[str, dict[str, int]] = {split: collections.Counter() for split in SPLIT_SIZES}
     for path in sorted([p.path(0) for p in plan] + [path for path, _, _ in planted]):
         split, *label_folder, _ = path.split("/")
         splits[split]["".join(label_folder)] += 1
-    return DemoSummary(
-        root,
-        n_files + len(planted),
-        n_bytes,
-        time.perf_counter() - start_s,
-        splits,
-        tuple((path, what) for path, what, _ in planted),
-    )
+    seconds = time.perf_counter() - start_s
+    faulty = tuple((path, what) for path, what, _ in planted)
+    return DemoSummary(root, n_files + len(planted), n_bytes, seconds, splits, faulty)

@@ -6,8 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/audio/tables.ipynb #524daab7
-import base64, codecs, csv, io, math, os, re, stat
-from collections import Counter
+import base64, codecs, collections, csv, io, math, os, re, stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,36 +19,11 @@ from leakmel.core.comparison import match_texts, text_key
 from leakmel.core.errors import DataError, UsageError, explain, show_path
 
 # %% ../../nbs/audio/tables.ipynb #2c177d17
-TABLE_COLUMNS = (
-    "path",
-    "path_base64",
-    "label",
-    "split",
-    "sensor",
-    "recording",
-    "session",
-    "start_time",
-    "gain",
-    "folder",
-)
-MEASURED_COLUMNS = (  # of `scan(...).table` and `MelDataset.files`: learned from the recordings, never from a table
-    "size",
-    "mtime",
-    "code",
-    "message",
-    "sample_rate",
-    "n_samples",
-    "channels",
-    "encoding",
-    "status",
-    "rms_db",
-    "peak",
-    "clipped_share",
-    "dc_offset",
-    "silent",
-    "digest",
-    "label_by",  # a person, of labels that people gave
-    "label_before",
+TABLE_COLUMNS = ("path", "path_base64", "label", "split", *NameParts._fields)
+# of `scan(...).table` and `MelDataset.files`: learned from the recordings or from people, never from a table
+MEASURED_COLUMNS = (
+    *("size", "mtime", "label_by", "label_before", "code", "message", "sample_rate", "n_samples", "channels"),
+    *("encoding", "status", "digest", "rms_db", "peak", "clipped_share", "dc_offset", "silent"),
 )
 MAX_EXTRA_COLUMNS = 50
 MAX_EXTRA_BYTES = 1000  # of a cell
@@ -71,16 +45,15 @@ class NameTable:
 
     def rows_of(self, split: str) -> list[int]:
         "Row numbers of a split, in the order of the bytes of their paths."
-        return sorted(
-            (i for i in range(len(self.paths)) if self.splits is None or self.splits[i] == split),
-            key=self.paths.__getitem__,
-        )
+        numbers = (i for i in range(len(self.paths)) if self.splits is None or self.splits[i] == split)
+        return sorted(numbers, key=self.paths.__getitem__)
 
 
-def table_columns(
-    columns: Mapping[str, str] | str | None,  # {"sensor": "pipe"}, or "sensor=pipe,recording=file"
-) -> dict[str, str]:  # name of TABLE_COLUMNS -> name in the table
-    "Check which columns of a table are used; raises UsageError."
+def table_columns(columns: Mapping[str, str] | str | None) -> dict[str, str]:
+    """Check which columns of a table are used, for example {"sensor": "pipe"}, or "sensor=pipe,recording=file".
+
+    Returns the name in the table of names of TABLE_COLUMNS. Raises UsageError.
+    """
     if isinstance(columns, str):
         words = (word.partition("=") for word in columns.split(",") if word.strip())
         columns = {name.strip(): given for name, _, given in words}
@@ -94,7 +67,7 @@ def table_columns(
     for name, given in (columns or {}).items():
         if name not in TABLE_COLUMNS or not isinstance(given, str) or not given.strip():
             raise UsageError(
-                "columns must name a column of leakmel and the column of the table that is used for it",
+                "columns must name columns of leakmel and of the table",
                 code="table-columns",
                 found=f"{name}={given}",
                 expected=f"NAME=COLUMN, with NAME one of {', '.join(TABLE_COLUMNS)}",
@@ -159,29 +132,20 @@ def read_table_bytes(file: Path) -> bytes:  # raises DataError
 
 
 def require_same_table(
-    file: Path | None,  # None: no table
-    digest: str,  # of the table when it was read; empty: not known
-    remedy: str = "scan the folder again, then build",
-) -> None:  # raises DataError
-    "Check that a table has not changed since it was read."
+    file: Path | None, digest: str, remedy: str = "scan the folder again, then build"
+) -> None:
+    "Check that a table has still the digest that it had when it was read, where both are known; raises DataError."
     if file is not None and digest and digest_of(read_table_bytes(file)) != digest:
-        raise DataError(
-            "the table of labels was changed since it was read",
-            code="table-changed",
-            path=file,
-            remedy=remedy,
-        )
+        message = "the table of labels was changed since it was read"
+        raise DataError(message, code="table-changed", path=file, remedy=remedy)
 
 
 def _encoding(data: bytes) -> str:
     return "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
-def decode_text(
-    data: bytes,
-    file: Path,  # for messages
-) -> str:  # raises DataError for what is neither UTF-8 nor UTF-16
-    "Decode a text file that a person or a program saved."
+def decode_text(data: bytes, file: Path) -> str:
+    "Decode a text file that a person or a program saved; raises DataError for what is neither UTF-8 nor UTF-16."
     try:
         text = data.decode(_encoding(data))
     except UnicodeDecodeError as e:
@@ -202,13 +166,8 @@ def read_text(file: str | os.PathLike) -> str:  # raises DataError
     return decode_text(read_table_bytes(Path(file)), Path(file))
 
 
-def row_error(
-    file: Path,
-    line: int,  # from 1
-    message: str,
-    **more: Any,  # found, expected, remedy
-) -> DataError:
-    "Return the error of a row of a table."
+def row_error(file: Path, line: int, message: str, **more: Any) -> DataError:
+    "Return the error of a line of a table, counted from 1; more: found, expected, remedy."
     return DataError(f"line {line}: {message}", code="table-row", path=file, **more)
 
 # %% ../../nbs/audio/tables.ipynb #5a1e0b01
@@ -226,12 +185,11 @@ class CsvTable:
         "Names of the columns without differences of case and blanks."
         return [name.strip().casefold() for name in self.names]
 
-    def rows(
-        self,
-        places: Mapping[str, int],  # of the columns that are read
-        least: int = 0,  # cells; others at the end of a row may be missing
-    ) -> Iterator[tuple[int, dict[str, str]]]:  # line, name of column -> cell; raises DataError
-        "Yield the rows; cells without blanks at their ends, except paths."
+    def rows(self, places: Mapping[str, int], least: int = 0) -> Iterator[tuple[int, dict[str, str]]]:
+        """Yield line and cells of each row, without blanks at their ends except in paths; raises DataError.
+
+        Cells behind the least number may be missing. `places` are those of the columns that are read.
+        """
         n = len(self.names)
         for line, cells in self.lines:
             if len(cells) < least or any(cell.strip() for cell in cells[n:]):
@@ -239,12 +197,8 @@ class CsvTable:
             cells += [""] * (n - len(cells))
             yield line, {x: cells[i] if x == "path" else cells[i].strip() for x, i in places.items()}
 
-    def records(
-        self,
-        *needed: str,  # names of columns
-        whole: bool = False,  # no row lacks its last cells
-    ) -> Iterator[tuple[int, dict[str, str]]]:  # as `rows`; raises DataError
-        "Yield the rows with all columns."
+    def records(self, *needed: str, whole: bool = False) -> Iterator[tuple[int, dict[str, str]]]:
+        "Yield the rows, as `rows`, with all columns; `whole`: no row lacks its last cells. Raises DataError."
         columns = self.columns
         for name in needed:
             if columns.count(name) != 1:
@@ -270,22 +224,15 @@ def _lines(file: Path, rows: Any, line: int) -> Iterator[tuple[int, list[str]]]:
                 yield line, cells
             line = rows.line_num + first
     except csv.Error as e:
-        raise row_error(
-            file,
-            line,
-            f"the text is not valid CSV ({e})",
-            remedy='put a cell that contains a quote, a line break or the delimiter into "quotes", and double each quote in it',
-        ) from e
+        remedy = 'put a cell with a quote, a line break or the delimiter into "quotes", and double each quote in it'
+        raise row_error(file, line, f"the text is not valid CSV ({e})", remedy=remedy) from e
 
 
-def csv_table(
-    file: Path,  # for messages
-    text: str,  # of `read_text`
-    names: Collection[
-        str
-    ] = (),  # of columns, by which the delimiter is found, besides those of a table of recordings
-) -> CsvTable:  # raises DataError
-    "Read a CSV table as people and spreadsheets save it."
+def csv_table(file: Path, text: str, names: Collection[str] = ()) -> CsvTable:
+    """Read a CSV table as people and spreadsheets save it; raises DataError.
+
+    The delimiter is found by names of columns, besides those of a table of recordings.
+    """
     sep = _SEP.match(text)
     lines = io.StringIO(text[sep.end() :] if sep else text, newline="")
     head = next((line for line in lines if line.strip(',;" \t\r\n\xa0')), "")
@@ -300,11 +247,8 @@ def csv_table(
     return CsvTable(file, next(rows, (0, []))[1], delimiter, rows)
 
 
-def has_columns(
-    file: BinaryIO,  # open for reading
-    columns: Sequence[str],
-) -> bool:  # raises DataError for what is no table
-    "Return whether a table begins with columns, as leakmel wrote it or as a spreadsheet saved it."
+def has_columns(file: BinaryIO, columns: Sequence[str]) -> bool:
+    "Return whether a table begins with columns, as leakmel wrote or a spreadsheet saved it; raises DataError for no table."
     data = file.read(4096)
     found = csv_table(Path(), data.decode(_encoding(data), "ignore"), columns).columns
     return found[: len(columns)] == list(columns)
@@ -315,11 +259,8 @@ _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}", re.ASCII)
 _DATE = re.compile(r"^(?:(\d{1,2})\.(\d{1,2})\.(\d{4})|(\d{4})/(\d{1,2})/(\d{1,2}))(?!\d)", re.ASCII)
 
 
-def table_number(
-    text: str,
-    delimiter: str = "",  # of the table
-) -> float:  # raises ValueError
-    "Read a number with a decimal point or a decimal comma."
+def table_number(text: str, delimiter: str = "") -> float:
+    "Read a number with a decimal point or a decimal comma, of a table with a delimiter; raises ValueError."
     text = text.strip()
     value = float(text.replace(",", ".")) if _NUMBER.fullmatch(text) else math.nan
     if not abs(value) < 3e38 or (delimiter == "," and _THOUSANDS.fullmatch(text)):
@@ -332,40 +273,25 @@ def dashed_date(text: str) -> str:
     return _DATE.sub(lambda m: f"{m[3] or m[4]}-{m[2] or m[5]:0>2}-{m[1] or m[6]:0>2}", text.strip())
 
 # %% ../../nbs/audio/tables.ipynb #56ca2cf7
-def _row(
-    cells: dict[str, str],  # name of TABLE_COLUMNS -> cell
-    delimiter: str,
-) -> tuple[bytes, str, str, NameParts]:  # path, label, split; raises ValueError
-    "Read the known cells of a row."
+def _row(cells: dict[str, str], delimiter: str) -> tuple[bytes, str, str, NameParts]:
+    "Read path, label, split and parts from the cells of TABLE_COLUMNS; raises ValueError."
     text = dict.fromkeys(TABLE_COLUMNS, "") | cells
     coded = text["path_base64"]
     path = base64.b64decode(coded, validate=True) if coded else os.fsencode(text["path"])
     split = split_name(text["split"]) or ""
     when = iso_time(dashed_date(text["start_time"]))
-    for is_wrong, message in (
-        (
-            b"\0" in path or {b"", b".", b".."} & set(path.split(b"/")),
-            f"the path {show_path(path)!r} is empty, not below the data folder or not in its plain form",
-        ),
-        (
-            text["split"] and not split,
-            f"the split {text['split'][:80]!r} is not training, validation or testing",
-        ),
-        (
-            text["start_time"] and not when,
-            f"the start time {text['start_time'][:80]!r} is not a date with a time as {TIME_FORMS}",
-        ),
-    ):
-        if is_wrong:
-            raise ValueError(message)
-    parts = NameParts(
-        text["sensor"],
-        text["recording"],
-        when,
-        table_number(text["gain"], delimiter) if text["gain"] else math.nan,
-        text["session"],
-        text["folder"],
-    )
+    if b"\0" in path or {b"", b".", b".."} & set(path.split(b"/")):
+        raise ValueError(
+            f"the path {show_path(path)!r} is empty, not below the data folder or not in its plain form"
+        )
+    if text["split"] and not split:
+        raise ValueError(f"the split {text['split'][:80]!r} is not training, validation or testing")
+    if text["start_time"] and not when:
+        raise ValueError(
+            f"the start time {text['start_time'][:80]!r} is not a date with a time as {TIME_FORMS}"
+        )
+    gain = table_number(text["gain"], delimiter) if text["gain"] else math.nan
+    parts = NameParts(text["sensor"], text["recording"], when, gain, text["session"], text["folder"])
     return path, text["label"] if text_key(text["label"]) else "", split, parts
 
 # %% ../../nbs/audio/tables.ipynb #26050a1e
@@ -412,11 +338,9 @@ def read_table(
         )
     paths, labels, splits, parts = map(list, zip(*rows))
     if any(splits) and "" in splits:
+        line = list(lines.values())[splits.index("")]
         raise row_error(
-            file,
-            list(lines.values())[splits.index("")],
-            "the split is empty",
-            remedy="fill it in every line, or remove the column",
+            file, line, "the split is empty", remedy="fill it in every line, or remove the column"
         )
     long = {name for name, texts in extra.items() if max(len(x.encode()) for x in texts) > MAX_EXTRA_BYTES}
     used = {i for name, i in places.items() if name not in long}
@@ -433,11 +357,11 @@ def read_table(
     )
 
 # %% ../../nbs/audio/tables.ipynb #589b2781
-def paths_below_root(
-    table: NameTable,
-    known: Collection[bytes],  # paths of recordings relative to the data folder
-) -> NameTable:  # raises DataError if two rows name the same recording
-    "Complete paths that are relative to the folder of their split, and find those that differ from a path only in what cannot be seen."
+def paths_below_root(table: NameTable, known: Collection[bytes]) -> NameTable:
+    """Complete paths that are relative to the folder of their split, and find those that differ only in what cannot be seen.
+
+    `known` are the paths of recordings in the data folder. Raises DataError if two rows name the same recording.
+    """
     if all(path in known for path in table.paths):
         return table
     folders: dict[str, list[bytes]] = {}
@@ -454,29 +378,19 @@ def paths_below_root(
             "two rows of the table name the same recording",
             code="table-row",
             path=table.file,
-            found=show_path(Counter(paths).most_common(1)[0][0]),
+            found=show_path(collections.Counter(paths).most_common(1)[0][0]),
             remedy="remove one of the two; paths can be relative to the data folder or to the folder of their split",
         )
     return replace(table, paths=paths)
 
 # %% ../../nbs/audio/tables.ipynb #0feb3bf4
-def missing_files(
-    missing: Sequence[bytes],  # paths of the table that do not exist
-    n_rows: int,  # rows of the table that were checked
-    root: Path,
-) -> Iterator[Problem]:
-    "Yield the problems of rows without a file."
+def missing_files(missing: Sequence[bytes], n_rows: int, root: Path) -> Iterator[Problem]:
+    "Yield the problems of paths that do not exist, of so many rows of a table that were checked."
     if missing and len(missing) == n_rows:
-        yield Problem(
-            "wrong_root",
-            show_path(missing[0]),
-            f"paths are relative to {show_path(root)}, where this file and "
-            f"{how_many(n_rows - 1, 'other')} of the table do not exist",
-        )
+        others = f"this file and {how_many(n_rows - 1, 'other')} of the table do not exist"
+        message = f"paths are relative to {show_path(root)}, where {others}"
+        yield Problem("wrong_root", show_path(missing[0]), message)
     for path in missing:
         hint = 'write "/" between folders' if b"\\" in path else "upper and lower case count"
-        yield Problem(
-            "missing_file",
-            show_path(path),
-            f"the table names this file, but the data folder does not contain it; {hint}",
-        )
+        message = f"the table names this file, but the data folder does not contain it; {hint}"
+        yield Problem("missing_file", show_path(path), message)

@@ -6,11 +6,9 @@
 __all__ = ['Recording', 'read_wav']
 
 # %% ../../nbs/audio/wav.ipynb #164a4dcb
-import ctypes, errno, mmap, os, re, stat, struct, sys, threading
+import contextlib, ctypes, errno, functools, mmap, os, re, stat, struct, sys, threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,10 +25,7 @@ _FAULTS = (
 MACHINE_FAULTS = frozenset(getattr(errno, name) for name in _FAULTS.split() if hasattr(errno, name))
 
 
-def read_error(
-    error: OSError,  # from the system call
-    path: str | bytes,  # the file it was about
-) -> RecordingError | MachineError:  # not raised here
+def read_error(error: OSError, path: str | bytes) -> RecordingError | MachineError:
     "Convert an OSError of reading a recording to a rejection or a fault of the machine."
     name = errno.errorcode.get(error.errno or 0, "unknown error")
     if error.errno in MACHINE_FAULTS:
@@ -42,9 +37,8 @@ def read_error(
             remedy=f"{remedy}; no recording was rejected because of this fault",
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-        return RecordingError(
-            "changed", f"the file was there when listed and is not there now ({name})", path=path
-        )
+        message = f"the file was there when listed and is not there now ({name})"
+        return RecordingError("changed", message, path=path)
     remedy = explain(error, path)[1]
     return RecordingError("unreadable", f"the file cannot be read ({name})", path=path, remedy=remedy)
 
@@ -66,14 +60,12 @@ OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 def close_read(fd: int) -> None:
     "Close a file that was only read: an error of the disk says nothing about its bytes."
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         os.close(fd)
 
 
-def open_regular(
-    path: str | bytes | os.PathLike,
-) -> tuple[int, int]:  # file descriptor (the caller closes it), size in bytes
-    "Open a regular file for reading."
+def open_regular(path: str | bytes | os.PathLike) -> tuple[int, int]:
+    "Open a regular file for reading; return its descriptor, which the caller closes, and its bytes."
     try:
         fd = os.open(path, OPEN_FLAGS)
     except OSError as e:
@@ -88,12 +80,8 @@ def open_regular(
 HEADER_BYTES = 44
 
 
-def canonical_header(
-    sample_rate: int,  # Hz
-    n_samples: int,  # per channel
-    channels: int = 1,
-) -> bytes:  # 44 bytes
-    "Return the header of a canonical 16-bit PCM WAV file (RIFF, `fmt ` of 16 bytes, `data`)."
+def canonical_header(sample_rate: int, n_samples: int, channels: int = 1) -> bytes:
+    "Return the 44 bytes of the header of a canonical 16-bit PCM WAV file (RIFF, `fmt ` of 16 bytes, `data`)."
     frame_bytes = 2 * channels
     n_bytes = n_samples * frame_bytes
     fmt = (b"fmt ", 16, 1, channels, sample_rate, sample_rate * frame_bytes, frame_bytes, 16)
@@ -105,22 +93,10 @@ MAX_CHANNELS = 64
 MAX_SAMPLE_BYTES = 1 << 32  # of a recording, in the file or decoded
 STREAMED = 0xFFFFFFFF  # the data size of a writer that could not seek back
 _EXTENSIBLE = 0xFFFE
-_GUID_TAIL = bytes.fromhex("800000aa00389b71")  # of the sub-formats that stand for a plain format tag
 _TAGS = {1: "pcm", 3: "float", 6: "alaw", 7: "ulaw"}  # the formats that are read
 _BITS = {"pcm": range(1, 33), "float": (32, 64)}
-_CODED = {  # names of some formats that are not read
-    2: "Microsoft ADPCM",
-    17: "IMA ADPCM",
-    20: "G.723 ADPCM",
-    34: "TrueSpeech",
-    49: "GSM 6.10",
-    56: "NMS ADPCM",
-    64: "G.721 ADPCM",
-    69: "G.726 ADPCM",
-    80: "MPEG",
-    85: "MP3",
-    255: "AAC",
-}
+# names of some formats that are not read
+_CODED = {2: "Microsoft ADPCM", 17: "IMA ADPCM", 49: "GSM 6.10", 80: "MPEG", 85: "MP3", 255: "AAC"}
 
 
 @dataclass(frozen=True)
@@ -147,7 +123,7 @@ def _fmt_fields(body: bytes, order: str, at: int) -> tuple[str, int, int, int, i
     tag, channels, rate, _, align, bits = struct.unpack(order + "HHIIHH", body[:16])
     if tag == _EXTENSIBLE and len(body) >= 40:
         plain, *middle = struct.unpack(order + "IHH", body[24:32])
-        if middle == [0, 16] and body[32:40] == _GUID_TAIL:
+        if middle == [0, 16] and body[32:40] == bytes.fromhex("800000aa00389b71"):  # a plain format tag
             tag = plain
     kind = _TAGS.get(tag, "")
     wanted = channels * (
@@ -178,11 +154,8 @@ def pread_all(fd: int, n: int, offset: int) -> bytes:
     return data
 
 
-def _chunks(
-    read: Callable[[int, int], bytes],  # at most n bytes at an offset
-    container: str,
-) -> Iterator[tuple[bytes, int, int]]:  # name, size as claimed, byte offset of the name
-    "Yield the chunks of a RIFF file."
+def _chunks(read: Callable[[int, int], bytes], container: str) -> Iterator[tuple[bytes, int, int]]:
+    "Yield the chunks of a RIFF file: name, size as claimed, byte offset of the name."
     at = 12
     order = ">" if container == "RIFX" else "<"
     data64 = None
@@ -200,11 +173,8 @@ def _chunks(
             if data64 is None:
                 raise RecordingError("not_wav", "an RF64 file without a ds64 chunk", offset=at)
             if size not in (STREAMED, data64):
-                raise RecordingError(
-                    "not_wav",
-                    f"{size} bytes of samples by the data chunk, {data64} by the ds64 chunk",
-                    offset=at + 4,
-                )
+                message = f"{size} bytes of samples by the data chunk, {data64} by the ds64 chunk"
+                raise RecordingError("not_wav", message, offset=at + 4)
             size = data64
         yield name, size, at
         at += 8 + size + (size & 1)
@@ -216,22 +186,19 @@ def _data_size(claimed: int, start: int, n_file: int, may_stream: bool) -> int:
     "Return the bytes of samples from the header's claim and the file's size."
     n_left = n_file - start
     if claimed == 0:
-        raise RecordingError(
-            "empty", "the data chunk says 0 bytes: the recorder never finished its header", offset=start - 4
-        )
+        message = "the data chunk says 0 bytes: the recorder never finished its header"
+        raise RecordingError("empty", message, offset=start - 4)
     if claimed == STREAMED and may_stream:
         return n_left
     if claimed > n_left:
-        raise RecordingError(
-            "truncated", f"the data chunk ends after {n_left} of {claimed} bytes", offset=n_file
-        )
+        message = f"the data chunk ends after {n_left} of {claimed} bytes"
+        raise RecordingError("truncated", message, offset=n_file)
     return claimed
 
 
 _CHUNK = re.compile(
     rb"LIST|bext|iXML|axml|id3 |ID3|cue |smpl|inst|plst|fact|PEAK|JUNK|junk|PAD |FLLR|afsp|cart|DISP|note|labl|levl|umid|_PMX|wamd|guan|APETAGEX|TAG"
 )
-_TEXT = re.compile(rb"[\t\n\r -~]*")
 MIN_UNCLAIMED = 256  # bytes; fewer are what editors and recorders leave behind
 
 
@@ -240,17 +207,14 @@ def _unclaimed_bytes(read: Callable[[int, int], bytes], at: int, n_file: int, n_
     if (n := n_file - at) < max(MIN_UNCLAIMED, n_samples // 1000):
         return 0
     head = read(_HEAD_BYTES, at - 1)
-    if _CHUNK.match(head) or _CHUNK.match(head, 1) or _TEXT.fullmatch(head, 1):
+    if _CHUNK.match(head) or _CHUNK.match(head, 1) or re.fullmatch(rb"[\t\n\r -~]*", head[1:]):
         return 0
     places = (at, at + n // 2, max(at, n_file - _HEAD_BYTES))
     return n if any(any(read(_HEAD_BYTES, place)) for place in places) else 0
 
 
-def parse_header(
-    fd: int,  # open file descriptor
-    n_file: int,  # bytes in the file
-) -> WavHeader:
-    "Find format and samples of a RIFF, RIFX or RF64 file; raises RecordingError if they are invalid."
+def parse_header(fd: int, n_file: int) -> WavHeader:
+    "Find format and samples of an open RIFF, RIFX or RF64 file of n_file bytes; raises RecordingError."
     if n_file == 0:
         raise RecordingError("empty", "the file has no bytes", offset=0)
     block = pread_all(fd, _HEAD_BYTES, 0)
@@ -274,32 +238,28 @@ def parse_header(
             body = read(min(claimed, 64), at + 8)
             seen[name] = at + 8, body
         if name == b"fmt " and len(body) < 16:
-            raise RecordingError(
-                "not_wav", f"format chunk of {len(body)} bytes, at least 16 are needed", offset=at + 8
-            )
+            message = f"format chunk of {len(body)} bytes, at least 16 are needed"
+            raise RecordingError("not_wav", message, offset=at + 8)
         if name != b"data":
             continue
         if b"fmt " not in seen:
             raise RecordingError("not_wav", "samples before a format chunk", offset=at)
         fmt_start, fmt = seen[b"fmt "]
-        encoding, channels, rate, align, bits = _fmt_fields(
-            fmt, ">" if container == "RIFX" else "<", fmt_start
-        )
+        order = ">" if container == "RIFX" else "<"
+        encoding, channels, rate, align, bits = _fmt_fields(fmt, order, fmt_start)
         start = at + 8
         size = _data_size(claimed, start, n_file, container != "RF64")
         if start + size == n_file:
             fitting = n_file
             break  # nothing behind; a streamed file may be larger than its size field can say
     if not start:
-        raise RecordingError(
-            "not_wav", "the chunks end, and there is no data chunk", offset=min(max(end, 12), n_file)
-        )
+        offset = min(max(end, 12), n_file)
+        raise RecordingError("not_wav", "the chunks end, and there is no data chunk", offset=offset)
     # 16-bit samples stay as they are, others become float32
     n_bytes = max(size, 4 * channels * (size // align) if encoding != "pcm16" and align else 0)
     if n_bytes > MAX_SAMPLE_BYTES:
-        raise RecordingError(
-            "unsupported", f"{n_bytes} bytes of samples, at most {MAX_SAMPLE_BYTES} are read", offset=start
-        )
+        message = f"{n_bytes} bytes of samples, at most {MAX_SAMPLE_BYTES} are read"
+        raise RecordingError("unsupported", message, offset=start)
     unread = _unclaimed_bytes(read, fitting, n_file, size)
     return WavHeader(container, encoding, rate, channels, bits, align, start, size, fmt_start, unread)
 
@@ -307,10 +267,8 @@ def parse_header(
 DIGEST_ALGORITHM = "xxh3-128"
 
 
-def digest_of(
-    data: bytes | bytearray | memoryview | np.ndarray,  # contiguous
-) -> str:  # 32 hexadecimal digits
-    "Compute xxh3-128 of bytes."
+def digest_of(data: bytes | bytearray | memoryview | np.ndarray) -> str:
+    "Compute xxh3-128 of contiguous bytes as 32 hexadecimal digits."
     import xxhash
 
     return xxhash.xxh3_128_hexdigest(data.data if isinstance(data, np.ndarray) else data)
@@ -336,9 +294,7 @@ class Recording:
         return f"Recording({n} samples x {c} channel{'s' * (c > 1)}, {self.sample_rate} Hz, {self.duration_s:g} s, {self.encoding})"
 
 # %% ../../nbs/audio/wav.ipynb #5ca11ed7
-def shortest_stall(
-    sample_rate: int,  # Hz
-) -> int:
+def shortest_stall(sample_rate: int) -> int:
     "Return how many equal samples may be a fault: a quarter of a second, at least 64."
     return max(64, sample_rate // 4)
 
@@ -351,15 +307,12 @@ def read_payload(fd: int, header: WavHeader) -> bytearray:
     while done < len(raw) and (n := os.preadv(fd, [view[done:]], header.data_start + done)):
         done += n
     if done < len(raw):
-        raise RecordingError(
-            "truncated",
-            f"the file ended after {done} of {len(raw)} bytes of samples",
-            offset=header.data_start + done,
-        )
+        message = f"the file ended after {done} of {len(raw)} bytes of samples"
+        raise RecordingError("truncated", message, offset=header.data_start + done)
     return raw
 
 # %% ../../nbs/audio/wav.ipynb #2cfcef99
-@cache
+@functools.cache
 def _law_table(encoding: str) -> np.ndarray:  # [256] int16
     "Return the samples of all bytes of A-law or mu-law."
     code = np.arange(256) ^ (0x55 if encoding == "alaw" else 0xFF)
@@ -397,11 +350,8 @@ def _decode(raw: bytearray, header: WavHeader) -> np.ndarray:
     return scaled.reshape(-1, header.channels)
 
 # %% ../../nbs/audio/wav.ipynb #59999fb6
-def decode_payload(
-    header: WavHeader,
-    raw: bytearray,  # of the data chunk
-) -> Recording:
-    "Decode a payload that was read."
+def decode_payload(header: WavHeader, raw: bytearray) -> Recording:
+    "Decode the bytes of the data chunk."
     samples = _decode(raw, header)
     if samples.dtype != np.int16 and not (finite := np.isfinite(samples)).all():
         frame, channel = divmod(int(finite.argmin()), header.channels)
@@ -452,12 +402,11 @@ class ReadFailureGuard:
         "Reset the count: a file could be opened and read, whatever it contains."
         self.n = 0
 
-    def refused(
-        self,
-        error: RecordingError,  # the rejection
-        path: str | bytes | os.PathLike,
-    ) -> None:  # raises MachineError at the limit
-        "Count a rejected recording if the operating system refused it; any other rejection resets the count."
+    def refused(self, error: RecordingError, path: str | bytes | os.PathLike) -> None:
+        """Count a rejected recording if the operating system refused it; any other rejection resets the count.
+
+        Raises MachineError at the limit.
+        """
         with self._lock:
             self.n = self.n + 1 if isinstance(error.__cause__, OSError) else 0
             if self.n < self.most:
@@ -484,12 +433,11 @@ def thread_read_bytes() -> int | None:
     return 512 * resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
 
 # %% ../../nbs/audio/wav.ipynb #7f52d75e
-def cached_share(
-    fd: int,
-    start: int = 0,  # where to begin, bytes
-    end: int | None = None,  # None: the end of the file
-) -> float | None:  # 0 to 1; None if not supported, or the range is empty
-    "Return the share of a file's pages in the page cache (mincore(2)), without reading any."
+def cached_share(fd: int, start: int = 0, end: int | None = None) -> float | None:
+    """Return the share of a file's pages in the page cache (mincore(2)), from 0 to 1, without reading any.
+
+    None if it is not supported, or the range is empty.
+    """
     end = os.fstat(fd).st_size if end is None else end
     start -= start % mmap.ALLOCATIONGRANULARITY
     if not sys.platform.startswith("linux") or end <= start:
@@ -507,11 +455,8 @@ def cached_share(
     return float((resident & 1).mean()) if code == 0 else None
 
 # %% ../../nbs/audio/wav.ipynb #2232f499
-def is_in_cache(
-    fd: int,
-    at: int,  # offset of the byte
-) -> bool | None:  # None: the file system does not support it
-    "Whether one byte of a file is in the page cache; raises OSError."
+def is_in_cache(fd: int, at: int) -> bool | None:
+    "Whether the byte at an offset of a file is in the page cache; None: not supported. Raises OSError."
     if not hasattr(os, "RWF_NOWAIT"):
         return None
     share = cached_share(fd, at, at + 1)
@@ -538,7 +483,7 @@ class CacheUse:
         self.n_ahead = 0  # files that were prefetched
         self._lock = threading.Lock()
 
-    @contextmanager
+    @contextlib.contextmanager
     def delivering(self) -> Iterator[None]:
         "Count the bytes that this thread reads from storage in the body."
         before = thread_read_bytes()

@@ -10,6 +10,7 @@ from datetime import date, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 import leakmel as lm
 from leakmel.audio.naming import NameParts
 from leakmel.audio.listing import Listing
-from leakmel.audio.synth import Sensor, draw_scene, make_sensor, render, stream, write_wav
+from leakmel.audio.synth import draw_scene, make_sensor, render, stream, write_wav
 from leakmel.dataset.run.pipeline import build_all
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.nightly import run as nightly_run
@@ -56,7 +57,7 @@ MISSED = 10_000  # nights of delay of a leak that was not listed
 class SensorPlan:
     "What happens at a sensor; nights from 0, beyond the last one: never."
 
-    sensor: Sensor
+    sensor: SimpleNamespace
     leak_from: int
     leak: dict[str, Any]  # of the scene, except its level
     leak_db: float  # mean level

@@ -39,15 +39,16 @@ def test_round_trip(tmp_path, heard, format):
         append_decision(tmp_path / "labels.csv", Decision(name, digest, label, "ann", now_utc()))
     before = read_labels(tmp_path / "labels.csv")
     done = export_tracks(tmp_path / "labels.csv", heard, format=format, recordings=heard)
-    assert (len(done.written), done.unsure, done.not_found) == (3, 1, 0)
+    assert [done.summary[k] for k in ("unsure", "not_found")] == [1, 0]
+    assert len(done.summary["written"]) == 3
     back = import_tracks([heard], tmp_path / "back.csv", by="ben")
-    assert len(back.written) == 3
+    assert back.summary["written"] == 3
     assert read_labels(tmp_path / "back.csv").labels == before.labels
     assert {d.by for d in read_decisions(tmp_path / "back.csv")} == {"ben"}
     content = (tmp_path / "back.csv").read_bytes()
-    assert import_tracks([heard], tmp_path / "back.csv", by="ben").unchanged == 3
+    assert import_tracks([heard], tmp_path / "back.csv", by="ben").summary["unchanged"] == 3
     assert (tmp_path / "back.csv").read_bytes() == content
-    assert len(import_tracks([heard], tmp_path / "back.csv", by="cid").written) == 3
+    assert import_tracks([heard], tmp_path / "back.csv", by="cid").summary["written"] == 3
 
 
 def test_no_track_to_import(tmp_path):
@@ -63,14 +64,14 @@ def test_a_damaged_recording_ends_no_export(tmp_path, heard):
         )
     (heard / NAMES[0]).write_bytes(b"RIFF")
     done = export_tracks(tmp_path / "labels.csv", tmp_path / "to", recordings=heard)
-    assert (len(done.written), done.not_found) == (1, 1)
+    assert (len(done.summary["written"]), done.summary["not_found"]) == (1, 1)
     (heard / "TRAINING").mkdir()
     (heard / NAMES[2]).rename(heard / "TRAINING/x.wav")
     (heard / "x.wav").write_bytes(b"RIFF")
     append_decision(tmp_path / "labels.csv", Decision("x.wav", "", "LEAK", "ann", now_utc()))
     append_decision(tmp_path / "labels.csv", Decision("TRAINING/x.wav", "0" * 32, "LEAK", "ann", now_utc()))
     done = export_tracks(tmp_path / "labels.csv", tmp_path / "more", recordings=heard)
-    assert (len(done.written), done.not_found) == (2, 2), "a decision without a digest"
+    assert (len(done.summary["written"]), done.summary["not_found"]) == (2, 2), "a decision without a digest"
 
 
 def test_files_that_exist_are_not_replaced(tmp_path, heard):
@@ -91,7 +92,7 @@ def test_a_renamed_recording_and_one_that_is_gone(tmp_path, heard):
     (heard / NAMES[0]).rename(heard / "moved.wav")
     (heard / NAMES[1]).unlink()
     done = export_tracks(tmp_path / "labels.csv", tmp_path / "tracks", recordings=heard)
-    assert (done.written, done.not_found) == (("moved.txt",), 1)
+    assert (done.summary["written"], done.summary["not_found"]) == (["moved.txt"], 1)
 
 
 def test_names_of_tracks(tmp_path, heard, make_wav):
@@ -103,10 +104,10 @@ def test_names_of_tracks(tmp_path, heard, make_wav):
     far.parent.mkdir()
     far.write_text("0\t1\ttap\n")
     done = import_tracks([heard], tmp_path / "l.csv", by="ann", column="Call")
-    assert [(d.path, d.label) for d in done.written] == [(NAMES[0], "NOLEAK")]
-    assert done.without_recording == (str(heard / "README.txt"),)
+    assert done.summary["decisions"] == [{"path": NAMES[0], "label": "NOLEAK"}]
+    assert done.summary["without_recording"] == [str(heard / "README.txt")]
     done = import_tracks([far], tmp_path / "l.csv", by="ann", recordings=heard)
-    assert done.without_label == (f"{far} (tap)",)
+    assert done.summary["without_label"] == [f"{far} (tap)"]
     make_wav(heard / "c.wav")
     for tracks, given, code in (
         ([far], {"recordings": heard}, "ambiguous-recording"),

@@ -232,18 +232,13 @@ def test_several_people_at_once(tmp_path):
         ([said("LEAK"), said("?", "ben", 1)], "unsure"),
         ([said("LEAK"), said("NOLEAK", "ben", 1), said("?", "cid", 2)], "differ"),
         ([said("LEAK"), said("", "ben", 1)], "agreed"),
-        ([said("LEAK"), said("", "ann", 1)], "undone"),
+        ([said("LEAK"), said("", "ann", 1)], "none"),
         ([said("")], "none"),
     ],
 )
 def test_current_labels(decisions, kind):
     now = current_labels(decisions)
-    found = {
-        "agreed": A in now.labels,
-        "differ": A in now.disagreements,
-        "unsure": A in now.unsure,
-        "undone": A in now.undone,
-    }
+    found = {"agreed": A in now.labels, "differ": A in now.disagreements, "unsure": A in now.unsure}
     assert [k for k, v in found.items() if v] == ([] if kind == "none" else [kind])
     after = relabel(now, ["LEAK/other.wav"], [A], ["PUMP"])
     assert list(after.persons) == [0] * (kind == "agreed")

@@ -216,7 +216,7 @@ def test_archives_label_tracks_and_doctor(tmp_path):
     assert named == [("a", "b.wav")]
     for place in ("a", "a/$RECYCLE.BIN"):
         (tmp_path / "d" / place / "b.txt").write_text("0\t1\tLEAK\n")
-    assert len(import_tracks([tmp_path / "d"], tmp_path / "labels.csv", by="ann").written) == 1
+    assert import_tracks([tmp_path / "d"], tmp_path / "labels.csv", by="ann").summary["written"] == 1
     (tmp_path / "d" / "a" / "b.wav").unlink()
     assert "no recording" in measure_recordings(tmp_path / "d")["reason"]
 

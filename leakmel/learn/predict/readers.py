@@ -27,8 +27,9 @@ from leakmel.audio.listing import (
     part_range,
     passed_over_note,
     require_recordings,
+    split_folders,
 )
-from leakmel.audio.manifest import Manifest, check_manifest, split_folders
+from leakmel.audio.manifest import Manifest, check_manifest
 from leakmel.audio.wav import close_read, open_regular, read_wav
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
 from leakmel.core.progress import DelayedProgress
