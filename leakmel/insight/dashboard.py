@@ -23,7 +23,7 @@ from leakmel.core.errors import DataError, LeakmelError, UsageError, show_path
 from leakmel.core.monitor import mean, peak, size_text
 from leakmel.core.files import read_own_json
 from leakmel.core.parameters import Kinds
-from leakmel.core.run_plan import runs_folder
+from leakmel.core.operation import runs_folder
 from leakmel.core.timeline import (
     Timeline,
     aligned,

@@ -22,7 +22,7 @@ from leakmel.audio.problems import how_many
 from leakmel.audio.wav import read_wav
 from leakmel.core.errors import DataError, LeakmelError, RecordingError, UsageError, show_path
 from leakmel.core.parameters import Kinds
-from leakmel.core.run_plan import runs_folder
+from leakmel.core.operation import runs_folder
 from leakmel.dataset.file.reader import write_spec
 from leakmel.dataset.run.inputs import decide_spec
 from leakmel.dataset.run.pipeline import find_data, spec_changes

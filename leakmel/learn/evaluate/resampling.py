@@ -27,7 +27,7 @@ from leakmel.core.comparison import text_column
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress
-from leakmel.core.run_plan import RowTable, user_path, write_summary
+from leakmel.core.operation import RowTable, user_path, write_summary
 from leakmel.insight.plots import f32, label_colour, plain_text, styled_figure
 from leakmel.learn.data.groups import Group, group_name, group_values, recordings_of
 from leakmel.learn.data.segments import Task

@@ -48,7 +48,7 @@ from leakmel.core.errors import (
     write_error,
 )
 from leakmel.core.parameters import Kinds
-from leakmel.core.run_plan import run_folder, user_path
+from leakmel.core.operation import run_folder, user_path
 from leakmel.dataset.run.pipeline import find_data
 from leakmel.insight.explore import shows_controls
 from leakmel.insight.page_figures import filled, playback, player_html, spectrogram_svg
