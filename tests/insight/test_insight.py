@@ -10,7 +10,7 @@ from leakmel.core.errors import DataError
 from leakmel.core.timeline import STAGES, Gauge, Span, Timeline, covered_s, merge_lanes, pieces_by_lane
 from leakmel.core.timeline import analyse, attribute, interval_s, queue_stats, report_text, stage_table
 from leakmel.insight.plots import MAX_POINTS, STAGE_COLORS, frame_starts_s, mels_by_label
-from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
+from leakmel.insight.plots import batch_timeline, utilization
 
 
 def timeline_of(*spans: Span) -> Timeline:
@@ -232,29 +232,10 @@ def check_look(fig, limit: int = 300_000) -> None:
         assert trace.z is not None if trace.type == "heatmap" else len(trace.x) < 2000
 
 
-def test_exclusive_bar_holds_the_shares():
-    timeline = small_run()
-    fig = exclusive_bar(timeline)
-    check_look(fig)
-    assert list(fig.data[0].y) == ["all splits", "A", "B"]
-    for row, split in enumerate([None, "A", "B"]):
-        for stage, seconds in attribute(timeline, split).items():
-            if seconds:
-                assert values(fig, stage.replace("_", " ").capitalize())[row] == pytest.approx(seconds)
-    for trace in fig.data:
-        assert trace.marker.color in STAGE_COLORS.values()
-
-
-def test_exclusive_bar_of_one_split_and_of_nothing():
-    one = timeline_of(Span("compute", "e", 0, 3, "A"), Span("read", "r", 3, 4, "A"))
-    assert exclusive_bar(one).layout.title.text == "Compute takes 75 % of 4.00 s"
-    assert list(values(exclusive_bar(one), "Compute")) == [3]
-    assert exclusive_bar(Timeline()).layout.title.text == "No span was recorded"
-
-
 def test_batch_timeline_has_a_bar_per_span():
     fig = batch_timeline(small_run())
     check_look(fig)
+    assert {trace.marker.color for trace in fig.data} <= set(STAGE_COLORS.values())
     assert list(values(fig, "Compute")) == [4, 2]
     assert list(values(fig, "Compute", "base")) == [3, 7]
     assert list(fig.layout.yaxis.ticktext) == ["main", "reader-0", "reader-1", "engine", "writer"]
