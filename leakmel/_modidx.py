@@ -966,7 +966,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'leakmel.core.timeline.queue_stats': ('core/timeline.html#queue_stats', 'leakmel/core/timeline.py'),
                                        'leakmel.core.timeline.read_timeline': ( 'core/timeline.html#read_timeline',
                                                                                 'leakmel/core/timeline.py'),
-                                       'leakmel.core.timeline.report_text': ('core/timeline.html#report_text', 'leakmel/core/timeline.py'),
                                        'leakmel.core.timeline.spans_of': ('core/timeline.html#spans_of', 'leakmel/core/timeline.py'),
                                        'leakmel.core.timeline.stage_table': ('core/timeline.html#stage_table', 'leakmel/core/timeline.py'),
                                        'leakmel.core.timeline.write_timeline': ( 'core/timeline.html#write_timeline',

@@ -31,7 +31,7 @@ from leakmel.core.timeline import (
     analysis_text,
     interval_s,
     read_timeline,
-    report_text,
+    stage_table,
 )
 from leakmel.dataset.file.reader import MelDataset, open_dataset
 from leakmel.dataset.run.publish import BuildResult, reused_rows_sentence, rate_text
@@ -379,20 +379,15 @@ NO_TIMELINE = "No analysis: the folder holds no report with a timeline."
 
 def advice(run: RunRecord) -> str:
     "Return the bottleneck analysis of a run, a paragraph each time that it was built."
-    texts = []
-    for t in run.distinct_timelines:
-        texts.append(analysis_text(t, [r for n, r in run.reports.items() if run.timelines.get(n) is t]))
+    reports = [(run.timelines.get(n), r) for n, r in run.reports.items()]
+    texts = [analysis_text(t, [r for own, r in reports if own is t]) for t in run.distinct_timelines]
     return "\n\n".join(texts) or NO_TIMELINE
 
 
 def stage_reports(run: RunRecord) -> str:
     "Return the stage table of each data set of a run, a paragraph each."
-    texts = []
-    for name, timeline in run.timelines.items():
-        report = run.reports[name]
-        counts = {key: report[key] for key in ("found", "rows", "rejected", "seconds")}
-        texts.append(report_text(timeline, title=report["span_name"], split=report["span_name"], **counts))
-    return "\n\n".join(texts) or NO_TIMELINE
+    named = [(run.reports[name]["span_name"], timeline) for name, timeline in run.timelines.items()]
+    return "\n\n".join(f"{split}: stages\n{stage_table(t, split)}" for split, t in named) or NO_TIMELINE
 
 # %% ../../nbs/insight/dashboard.ipynb #b1b615a2
 _COLUMNS = ["split", "label", "rms_db"]
