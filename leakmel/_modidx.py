@@ -2064,8 +2064,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'leakmel/insight/explore.py'),
                                          'leakmel.insight.explore._wave_traces': ( 'insight/explore.html#_wave_traces',
                                                                                    'leakmel/insight/explore.py'),
-                                         'leakmel.insight.explore.bin_levels_db': ( 'insight/explore.html#bin_levels_db',
-                                                                                    'leakmel/insight/explore.py'),
                                          'leakmel.insight.explore.borders': ('insight/explore.html#borders', 'leakmel/insight/explore.py'),
                                          'leakmel.insight.explore.envelope': ( 'insight/explore.html#envelope',
                                                                                'leakmel/insight/explore.py'),

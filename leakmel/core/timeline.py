@@ -187,9 +187,8 @@ def merge_lanes(spans: Iterable[Span], lane: str, *, split: str = "", n_slices: 
     of_interval = np.searchsorted(edges, times[:-1], side="right") - 1
     counts = np.zeros((n_slices, len(STAGES), 2), np.int64)  # files and bytes
     ended_in = np.searchsorted(edges, [s.end_s for s in spans]) - 1
-    stages = [STAGES.index(s.stage) for s in spans]
-    moved = [(s.n_files, s.n_bytes) for s in spans]
-    np.add.at(counts, (ended_in.clip(0, n_slices - 1), stages), moved)
+    for s, k in zip(spans, ended_in.clip(0, n_slices - 1)):
+        counts[k, STAGES.index(s.stage)] += s.n_files, s.n_bytes
     found = []
     for k in range(n_slices):
         at = float(edges[k])
