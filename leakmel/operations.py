@@ -17,9 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import leakmel as lm
 from leakmel.core.comparison import likely_leak
 from leakmel.core.errors import UsageError, show_path
-from leakmel.core.operation import Operation, Outcome, Run, operation, option, refuse_unused
+from leakmel.core.operation import (
+    Operation,
+    Outcome,
+    RowTable,
+    Run,
+    operation,
+    option,
+    refuse_unused,
+    run_folder,
+    write_summary,
+)
 from leakmel.core.progress import Progress, wrap_text
-from leakmel.core.run_plan import RowTable, run_folder, write_summary
 
 if TYPE_CHECKING:
     from leakmel.audio.manifest import Manifest

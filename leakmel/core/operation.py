@@ -6,16 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/core/operation.ipynb #d4f43ca4
-import argparse
-import dataclasses
-import importlib
-import textwrap
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+import argparse, dataclasses, importlib, json, os, textwrap, typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from datetime import datetime
+from html import escape
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from leakmel.core.errors import UsageError
+from leakmel.core.files import replacing
 from leakmel.core.parameters import (
     Kinds,
     add_field_options,
@@ -57,20 +57,10 @@ def option(
     none: str = "none",
 ) -> Any:
     "Return a field of an operation that a command shows in another way than by its name."
-    shown = {
-        "name": name,
-        "metavar": metavar,
-        "positional": positional,
-        "several": several,
-        "of": of,
-        "has_defaults": has_defaults,
-        "leave_out": leave_out,
-        "command_only": command_only,
-        "none": none,
-    }
-    return dataclasses.field(default=default, metadata=shown)
+    shown = dict(locals())
+    return dataclasses.field(default=shown.pop("default"), metadata=shown)
 
-# %% ../../nbs/core/operation.ipynb #eaba9181
+
 @dataclass(frozen=True)
 class Command:
     "An operation on the command line."
@@ -134,12 +124,8 @@ T = TypeVar("T", bound=Operation)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-def operation(
-    # of the command
-    name: str,
-    **shown: str,  # the other fields of `Command`
-) -> Callable[[type[T]], type[T]]:
-    "Return a decorator that makes a class an operation: a frozen dataclass whose fields are given by name."
+def operation(name: str, **shown: str) -> Callable[[type[T]], type[T]]:
+    "Make a class an operation, a frozen dataclass; `shown` are the other fields of `Command`."
 
     def declare(cls: type[T]) -> type[T]:
         cls.command = Command(name, **shown)
@@ -148,9 +134,7 @@ def operation(
     return declare
 
 # %% ../../nbs/core/operation.ipynb #e3cc6dba
-def _settings(
-    cls: type,  # an operation
-) -> dict[str, type]:
+def _settings(cls: type) -> dict[str, type]:
     "Return the fields of an operation that stand for the fields of a dataclass."
     hints: dict[str, Any] = typing.get_type_hints(cls)
     named = {f.name: f.metadata.get("of") or hints[f.name] for f in fields(cls)}
@@ -159,57 +143,43 @@ def _settings(
     return {name: kind for name, kind in found.items() if isinstance(kind, type) and is_dataclass(kind)}
 
 
-def parameter_kinds(
-    cls: type,  # an operation
-) -> Kinds:
-    "Return names and types of the parameters of an operation, as a notebook gives them: None where a value is found, texts for lists."
+def _parameters(cls: type) -> Iterator[tuple[Field, Field, tuple[type | None, ...]]]:
+    "For each parameter of a notebook: field of the operation, field that it stands for, types."
     nested = _settings(cls)
-    kinds: Kinds = {}
+    kinds = field_kinds(cls)
     for f in fields(cls):
         if f.metadata.get("command_only"):
             continue
-        found = field_kinds(nested.get(f.name, cls))
         if f.name not in nested:
-            found = {f.name: found[f.name]}
+            yield f, f, kinds[f.name]
+            continue
+        own = field_kinds(nested[f.name])
+        left = f.metadata.get("leave_out", ())
+        yield from ((f, g, own[g.name]) for g in fields(nested[f.name]) if g.name not in left)
+
+
+def parameter_kinds(cls: type) -> Kinds:
+    "Return names and types of a notebook's parameters: None where a value is found, texts for lists."
+    kinds: Kinds = {}
+    for f, g, own in _parameters(cls):
         may_lack = (f.default is MISSING or f.default == ()) and not f.metadata.get("has_defaults")
-        kinds |= {
-            n: tuple(
-                dict.fromkeys(
-                    [*(str if typing.get_origin(k) is tuple else k for k in own), *[None] * may_lack]
-                )
-            )
-            for n, own in found.items()
-            if n not in f.metadata.get("leave_out", ())
-        }
+        plain = [str if typing.get_origin(k) is tuple else k for k in own]
+        kinds[g.name] = tuple(dict.fromkeys([*plain, *[None] * may_lack]))
     return kinds
 
 
-def parameter_defaults(
-    cls: type,  # an operation
-) -> dict[str, Any]:  # name -> default, as a notebook gives it
-    "Return the defaults of the parameters of an operation; None: it is found, or not given."
-    nested = _settings(cls)
+def parameter_defaults(cls: type) -> dict[str, Any]:
+    "Return the defaults of an operation's parameters in a notebook; None: a value is found, or not given."
     found: dict[str, Any] = {}
-    for f in fields(cls):
-        if f.metadata.get("command_only"):
-            continue
-        if f.name in nested:
-            is_open = bool(f.metadata.get("of"))
-            left = f.metadata.get("leave_out", ())
-            found |= {
-                g.name: None if is_open else g.default for g in fields(nested[f.name]) if g.name not in left
-            }
-        elif isinstance(f.default, tuple):
-            found[f.name] = None if f.metadata.get("several") else ",".join(map(str, f.default))
-        else:
-            found[f.name] = None if f.default is MISSING else f.default
+    for f, g, _ in _parameters(cls):
+        default = None if f.metadata.get("of") or g.default is MISSING else g.default
+        if g is f and isinstance(default, tuple):
+            default = None if f.metadata.get("several") else ",".join(map(str, default))
+        found[g.name] = default
     return found
 
 
-def _given(
-    cls: type,  # a dataclass
-    values: Mapping[str, Any],
-) -> dict[str, Any]:
+def _given(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     "Return the values of fields; lists come as texts, separated by commas, as lists or not at all."
     found: dict[str, Any] = {}
     several = {f.name for f in fields(cls) if f.metadata.get("several")}
@@ -233,24 +203,13 @@ def _given(
     return found
 
 
-def make(
-    cls: type,  # an operation
-    # name -> value; others have their defaults
-    values: Mapping[str, Any],
-) -> Any:
-    "Make an operation of the parameters of a notebook, or of the options of a command."
-    nested = _settings(cls)
+def make(cls: type, values: Mapping[str, Any]) -> Any:
+    "Make an operation of parameters of a notebook or options of a command; others have defaults."
     given: dict[str, Any] = {}
-    for f in fields(cls):
-        if f.name not in nested:
-            continue
-        own = {
-            n: v
-            for n, v in _given(nested[f.name], values).items()
-            if n not in f.metadata.get("leave_out", ())
-        }
-        is_open = bool(f.metadata.get("of"))
-        given[f.name] = {n: v for n, v in own.items() if v is not None} if is_open else nested[f.name](**own)
+    for name, kind in _settings(cls).items():
+        shown = cls.__dataclass_fields__[name].metadata  # type: ignore[attr-defined]
+        own = {n: v for n, v in _given(kind, values).items() if n not in shown.get("leave_out", ())}
+        given[name] = {n: v for n, v in own.items() if v is not None} if shown.get("of") else kind(**own)
     not_given = {f.name: None for f in fields(cls) if f.default is MISSING}
     return cls(**not_given | given | _given(cls, values))
 
@@ -265,62 +224,46 @@ def _some_text(text: str) -> str:
 _some_text.__name__ = "text (not empty):"  # argparse puts it into its message
 
 
-def add_options(
-    parser: argparse.ArgumentParser,
-    cls: type,  # an operation
-) -> None:
+def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
     "Add the arguments and options of an operation to a command; what is not given is absent from the result."
-    nested, comments, choices, kinds = (
-        _settings(cls),
-        source_comments(cls),
-        field_choices(cls),
-        field_kinds(cls),
-    )
+    nested = _settings(cls)
+    comments = source_comments(cls)
+    choices = field_choices(cls)
+    kinds = field_kinds(cls)
     how: dict[str, Any]
     for f in fields(cls):
         text = comments[f.name]
+        shown = f.metadata or option().metadata
         if f.name in nested:
-            is_open = bool(f.metadata.get("of"))
-            how = {"leave_out": f.metadata.get("leave_out", ()), "none": "none" if is_open else None}
-            how["show_defaults"] = not is_open or f.metadata["has_defaults"]
+            how = {"leave_out": shown["leave_out"], "none": "none" if shown["of"] else None}
+            how["show_defaults"] = not shown["of"] or shown["has_defaults"]
             add_field_options(parser, nested[f.name], text, **how)
             continue
-        shown = f.metadata or option().metadata
         word = shown["metavar"] or (None if shown["positional"] else option_metavar(f.name, kinds[f.name]))
         converter = count_converter if shown["none"] == "all" else text_converter(kinds[f.name])
-        how = {
-            "type": str if str in kinds[f.name] else converter,
-            "metavar": word,
-            "default": argparse.SUPPRESS,
-        }
-        has_default = f.default is not MISSING and (f.default or f.default == 0)
+        is_needed = f.default is MISSING
+        how = {"type": str if str in kinds[f.name] else converter, "metavar": word}
+        has_default = not is_needed and (f.default or f.default == 0)
         if has_default and not isinstance(f.default, bool) and "(default" not in text:
             text += f" (default {','.join(f.default) if isinstance(f.default, tuple) else f.default})"
-        if f.default is MISSING and str in kinds[f.name]:
+        if is_needed and str in kinds[f.name]:
             how["type"] = _some_text
         if f.name in choices:
             how["choices"] = choices[f.name]
         if shown["several"]:
             how |= {"type": _some_text} | ({"nargs": "+"} if shown["positional"] else {"action": "append"})
         if isinstance(f.default, bool):
-            how = {"action": f"store_{str(not f.default).lower()}", "default": argparse.SUPPRESS}
-        how["help"] = text.replace("%", "%%")
+            how = {"action": f"store_{str(not f.default).lower()}"}
+        how |= {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
         if shown["positional"]:
-            optional = {} if f.default is MISSING else {"nargs": "?"}
-            parser.add_argument(f.name, **optional | how)
+            parser.add_argument(f.name, **({} if is_needed else {"nargs": "?"}) | how)
         else:
             name = shown["name"] or ("no-" if f.default is True else "") + f.name.replace("_", "-")
-            parser.add_argument(f"--{name}", dest=f.name, required=f.default is MISSING, **how)
+            parser.add_argument(f"--{name}", dest=f.name, required=is_needed, **how)
 
 
-def refuse_unused(
-    # name of an option -> its value; None or False: not given
-    options: Mapping[str, Any],
-    # "together with --onnx"
-    why: str,
-    remedy: str = "leave it out",
-) -> None:
-    "Refuse options that would be ignored; raises UsageError."
+def refuse_unused(options: Mapping[str, Any], why: str, remedy: str = "leave it out") -> None:
+    "Refuse options that would be ignored, those whose value is not None or False; raises UsageError."
     for name, value in options.items():
         if value is not None and value is not False:
             raise UsageError(f"The option {name} has no effect {why}", code="unused-option", remedy=remedy)
@@ -337,14 +280,11 @@ def commands_help(groups: Groups) -> str:
         for cls in classes:
             words = cls.command.words or cls.command.name
             lines += textwrap.wrap(f"  {words:<18}{cls.__doc__}", line_width(), subsequent_indent=" " * 20)
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "leakmel COMMAND --help: the options that are changed most, and an example; --help-all: every option",
-            "exit status: 0 done, 1 failed or not ok, 2 usage, 3 no space, 128+n on signal n",
-        ]
+    more = (
+        "leakmel COMMAND --help: the options that are changed most, and an example; --help-all: every option"
     )
+    status = "exit status: 0 done, 1 failed or not ok, 2 usage, 3 no space, 128+n on signal n"
+    return "\n".join([*lines, "", more, status])
 
 
 def with_name(words: Sequence[str], groups: Groups) -> Sequence[str]:
@@ -354,9 +294,8 @@ def with_name(words: Sequence[str], groups: Groups) -> Sequence[str]:
         name = cls.command.name
         command, _, second = cls.command.words.partition(" ")
         if name == first and second:
-            print_error(
-                f"`leakmel {name}` is now `leakmel {cls.command.words}`; the old name works in this release"
-            )
+            new = cls.command.words
+            print_error(f"`leakmel {name}` is now `leakmel {new}`; the old name works in this release")
         if command == first and second in (rest if second.startswith("--") else rest[:1]):
             return [name, *(word for k, word in enumerate(rest) if k != rest.index(second))]
     if first == "machine" and rest and not rest[0].startswith("-"):
@@ -364,3 +303,63 @@ def with_name(words: Sequence[str], groups: Groups) -> Sequence[str]:
         text = f"leakmel machine: {answer_unknown(rest[0], known)} See leakmel machine --help"
         raise UsageError(text, code="invalid-arguments")
     return words
+
+# %% ../../nbs/core/operation.ipynb #7ed0a4aa
+class RowTable:
+    "Base class for objects that are displayed as rows of a name and a text."
+
+    def rows(self) -> Iterable[tuple[str, str]]:
+        "Pairs of a name and a text."
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name:>10}  {text}" for name, text in self.rows())
+
+    def _repr_html_(self) -> str:
+        row = "<tr><th style='text-align:right;vertical-align:top'>{}</th><td style='text-align:left'>{}</td></tr>"
+        rows = [row.format(escape(name), escape(text)) for name, text in self.rows()]
+        return f"<table>{''.join(rows)}</table>"
+
+# %% ../../nbs/core/operation.ipynb #7d5a5a27
+def runs_folder() -> Path:
+    "The folder of runs."
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / "runs").is_dir() and (folder / "start.ipynb").is_file():
+            return folder / "runs"  # a working folder, which may lie in a checkout
+        settings = folder / "settings.ini"
+        if settings.is_file() and "lib_name = leakmel" in settings.read_text("utf-8", errors="replace"):
+            return folder / "runs"
+    return here / "runs"
+
+
+def user_path(path: str | os.PathLike) -> Path:
+    "Absolute path of what a user typed; ~ is the home folder."
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def run_folder(out: str | None, name: str) -> Path:
+    "Folder of a run, not created yet: as typed, or a new one below runs/ with the time and `name`."
+    if out:
+        return user_path(out)
+    first = runs_folder() / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    names = (first.name, *(f"{first.name}-{n}" for n in range(1, 1000)))
+    return next(path for path in map(first.with_name, names) if not path.exists())
+
+
+def newest_run(file: str) -> tuple[Path, int] | None:
+    "Return the newest file of this name in folders below runs/, and their number; None without one."
+    found = list(runs_folder().glob(f"*/{file}"))
+    return (max(found, key=lambda p: (p.stat().st_mtime_ns, str(p))), len(found)) if found else None
+
+
+def write_run_file(path: Path, text: str) -> Path:
+    "Write a text file in the folder of a run; raises OutputError, SpaceError."
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
+    return path
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
+    "Write plain values as summary.json of a run; raises OutputError, SpaceError."
+    return write_run_file(folder / "summary.json", json.dumps(summary, indent=1, default=str) + "\n")

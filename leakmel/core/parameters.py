@@ -17,25 +17,66 @@ from typing import Any
 from leakmel.core.errors import UsageError
 
 # %% ../../nbs/core/parameters.ipynb #601d0b5c
+# area | names in the earlier system | settings of leakmel; none: not needed | note
+_EARLIER_TABLE = """\
+features | SAMPLE_RATE | sample_rate | default: the rate of most recordings
+features | SAMPLE_LENGTH_SEC, duration_sec | duration_s | default: the length of most recordings
+features | long_win | long_window | samples; the hop, a constant before, is long_hop
+features | short_win | short_window | samples; the hop, a constant before, is short_hop
+features | num_mels | n_mels |
+features | hop | hop_length | samples
+features | f_min, fmin | f_min_hz | Hz
+features | f_max, fmax | f_max_hz | Hz
+features | center | | frames are never padded
+features | PRECISION | | each engine chooses its precision, and rows are stored as float16
+speed | PREFETCH_THREADS | read_workers | default: one thread per core reads and computes
+speed | cpu_max_workers, max_workers | read_workers, compute_workers | default: one thread per core does both
+speed | FILES_PER_TASK, disk_files_per_task | files_per_batch | recordings in a slot
+speed | DRIVE_BUFFERSIZE | | one call reads a whole recording into its slot, without a buffer
+speed | PREFETCH_DEPTH, disk_max_inflight, disk_submit_window | read_ahead | files prefetched from the disk
+speed | RAM_PREFETCH_DEPTH, RAM_AUDIO_Q_SIZE, Q_SIZE | slots | max_bytes_in_flight limits their memory
+speed | WARMUP_QUEUE_SIZE | warmup_slots | batches that are read before the GPU starts
+speed | BATCH_ACCUMULATION | batch_accumulation | batches in one kernel launch, always of one split
+speed | CUDA_STREAMS, num_streams | gpu_streams | concurrent streams on each GPU
+speed | ASYNC_COPIES | async_copies | copies have streams of their own
+speed | USE_TENSORRT | | the engines torch and triton compute on the GPU
+speed | memmap_cache_dir | cache_dir | folder of the cache files of mode memmap
+modes | use_ram_preload | mode | 'preload': all samples in memory
+modes | use_memmap_cache | mode | 'memmap': one cache file, shared by processes and sessions
+modes | use_async_pipeline | mode | 'stream': reading, computing and writing always run concurrently
+data | stage_dir, dataset_dir, data_dir | data_root, data | data is a folder of data sets
+data | output_dir, out_dir | out |
+training | num_workers, persistent_workers | | there are no worker processes
+training | prefetch_factor, pin_memory | | rows are in memory, or a thread reads ahead
+training | batch_size | batch_size |
+training | gradient_accumulation_steps | accumulation | batches whose gradients are added before a step
+training | use_compile | use_compile |
+training | compile_mode | | torch compiles in its default mode
+training | use_channels_last | channels_last |
+training | use_mmap_cache | preload_to_ram |
+training | time_mask | n_time_masks, time_mask_width |
+training | freq_mask | n_band_masks, band_mask_width |
+training | rdcc_nbytes, rdcc_nslots | | rows are contiguous and need no cache of chunks
+training | TRAINER_LOG_LEVEL | | the environment variable LEAKMEL_LOG_LEVEL sets the level
+"""
+
+
 @dataclass(frozen=True)
 class EarlierSetting:
-    "Settings of the earlier system with the same replacement."
+    "Settings of the earlier system with the same replacement: a row of the table."
 
-    area: str  # "features", "speed", "modes", "data" or "training"
-    names: tuple[str, ...]  # as the earlier system wrote them
-    ours: tuple[str, ...]  # settings of leakmel; (): not needed
-    note: str = ""
+    area: str
+    names: tuple[str, ...]
+    ours: tuple[str, ...]
+    note: str
 
     @property
     def command(self) -> str:
         "Command that has the replacement."
         return "train" if self.area == "training" else "build"
 
-    def answer(
-        self,
-        known: Collection[str],  # names that the caller accepts
-    ) -> str:  # the end of a sentence
-        "Name the replacement, and the command that has it if the caller does not accept it."
+    def answer(self, known: Collection[str]) -> str:
+        "Name the replacement, and the command that has it if it is not among the names the caller accepts."
         here = [name for name in self.ours if name in known] or self.ours
         note = f" ({self.note})" if self.note else ""
         if not here:
@@ -44,126 +85,19 @@ class EarlierSetting:
         return f"here it is {' and '.join(here)}{of}{note}"
 
 
-EARLIER_SETTINGS = (
-    EarlierSetting("features", ("SAMPLE_RATE",), ("sample_rate",), "default: the rate of most recordings"),
-    EarlierSetting(
-        "features",
-        ("SAMPLE_LENGTH_SEC", "duration_sec"),
-        ("duration_s",),
-        "default: the length of most recordings",
-    ),
-    EarlierSetting(
-        "features", ("long_win",), ("long_window",), "samples; the hop, a constant before, is long_hop"
-    ),
-    EarlierSetting(
-        "features", ("short_win",), ("short_window",), "samples; the hop, a constant before, is short_hop"
-    ),
-    EarlierSetting("features", ("num_mels",), ("n_mels",), ""),
-    EarlierSetting("features", ("hop",), ("hop_length",), "samples"),
-    EarlierSetting("features", ("f_min", "fmin"), ("f_min_hz",), "Hz"),
-    EarlierSetting("features", ("f_max", "fmax"), ("f_max_hz",), "Hz"),
-    EarlierSetting("features", ("center",), (), "frames are never padded"),
-    EarlierSetting(
-        "features", ("PRECISION",), (), "each engine chooses its precision, and rows are stored as float16"
-    ),
-    EarlierSetting(
-        "speed", ("PREFETCH_THREADS",), ("read_workers",), "default: one thread per core reads and computes"
-    ),
-    EarlierSetting(
-        "speed",
-        ("cpu_max_workers", "max_workers"),
-        ("read_workers", "compute_workers"),
-        "default: one thread per core reads and computes",
-    ),
-    EarlierSetting(
-        "speed", ("FILES_PER_TASK", "disk_files_per_task"), ("files_per_batch",), "recordings in a slot"
-    ),
-    EarlierSetting(
-        "speed", ("DRIVE_BUFFERSIZE",), (), "one call reads a whole recording into its slot, without a buffer"
-    ),
-    EarlierSetting(
-        "speed",
-        ("PREFETCH_DEPTH", "disk_max_inflight", "disk_submit_window"),
-        ("read_ahead",),
-        "files that are prefetched from the disk",
-    ),
-    EarlierSetting(
-        "speed",
-        ("RAM_PREFETCH_DEPTH", "RAM_AUDIO_Q_SIZE", "Q_SIZE"),
-        ("slots",),
-        "slots for batches; max_bytes_in_flight limits their memory",
-    ),
-    EarlierSetting(
-        "speed", ("WARMUP_QUEUE_SIZE",), ("warmup_slots",), "batches that are read before the GPU starts"
-    ),
-    EarlierSetting(
-        "speed",
-        ("BATCH_ACCUMULATION",),
-        ("batch_accumulation",),
-        "batches in one kernel launch, always of one split",
-    ),
-    EarlierSetting(
-        "speed", ("CUDA_STREAMS", "num_streams"), ("gpu_streams",), "concurrent streams on each GPU"
-    ),
-    EarlierSetting("speed", ("ASYNC_COPIES",), ("async_copies",), "copies have streams of their own"),
-    EarlierSetting("speed", ("USE_TENSORRT",), (), "the engines torch and triton compute on the GPU"),
-    EarlierSetting(
-        "speed", ("memmap_cache_dir",), ("cache_dir",), "folder of the cache files of mode memmap"
-    ),
-    EarlierSetting("modes", ("use_ram_preload",), ("mode",), "'preload': all samples in memory"),
-    EarlierSetting(
-        "modes",
-        ("use_memmap_cache",),
-        ("mode",),
-        "'memmap': one cache file, shared by processes and sessions",
-    ),
-    EarlierSetting(
-        "modes",
-        ("use_async_pipeline",),
-        ("mode",),
-        "'stream': reading, computing and writing always run concurrently",
-    ),
-    EarlierSetting(
-        "data",
-        ("stage_dir", "dataset_dir", "data_dir"),
-        ("data_root", "data"),
-        "data_root is a folder of recordings, data a folder of data sets",
-    ),
-    EarlierSetting("data", ("output_dir", "out_dir"), ("out",), ""),
-    EarlierSetting(
-        "training",
-        ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory"),
-        (),
-        "rows are in memory, or a thread reads ahead; there are no worker processes",
-    ),
-    EarlierSetting("training", ("batch_size",), ("batch_size",), ""),
-    EarlierSetting(
-        "training",
-        ("gradient_accumulation_steps",),
-        ("accumulation",),
-        "batches whose gradients are added before a step",
-    ),
-    EarlierSetting("training", ("use_compile",), ("use_compile",), ""),
-    EarlierSetting("training", ("compile_mode",), (), "torch compiles in its default mode"),
-    EarlierSetting("training", ("use_channels_last",), ("channels_last",), ""),
-    EarlierSetting("training", ("use_mmap_cache",), ("preload_to_ram",), ""),
-    EarlierSetting("training", ("time_mask",), ("n_time_masks", "time_mask_width"), ""),
-    EarlierSetting("training", ("freq_mask",), ("n_band_masks", "band_mask_width"), ""),
-    EarlierSetting(
-        "training", ("rdcc_nbytes", "rdcc_nslots"), (), "rows are contiguous and need no cache of chunks"
-    ),
-    EarlierSetting(
-        "training", ("TRAINER_LOG_LEVEL",), (), "the environment variable LEAKMEL_LOG_LEVEL sets the level"
-    ),
-)
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.replace(",", " ").split())
+
+
+_ROWS = [[cell.strip() for cell in row.split("|")] for row in _EARLIER_TABLE.splitlines()]
+EARLIER_SETTINGS = [
+    EarlierSetting(area, _words(names), _words(ours), note) for area, names, ours, note in _ROWS
+]
 _EARLIER = {name.casefold(): setting for setting in EARLIER_SETTINGS for name in setting.names}
 
 
-def answer_unknown(
-    name: str,  # unknown name
-    known: Iterable[str],  # known names
-) -> str:  # one sentence
-    "Explain an unknown setting, with a suggestion."
+def answer_unknown(name: str, known: Iterable[str]) -> str:
+    "Explain an unknown setting in one sentence, with a suggestion from the known names."
     known = list(known)
     if name.casefold() in known:
         return f"{name} is written {name.casefold()}"
@@ -176,12 +110,10 @@ def answer_unknown(
     return f"{name} is unknown" + (f"; did you mean {close[0]}?" if close else "")
 
 # %% ../../nbs/core/parameters.ipynb #6b6bbeb9
-Kinds = dict[str, tuple[type | None, ...]]
+Kinds = dict[str, tuple[type | None, ...]]  # name -> allowed types; None: may be None
 
 
-def field_choices(
-    cls: type,  # a dataclass
-) -> dict[str, tuple]:
+def field_choices(cls: type) -> dict[str, tuple]:
     "Allowed values of the `Literal` fields of a dataclass."
     found = {}
     for name, hint in typing.get_type_hints(cls).items():
@@ -191,10 +123,8 @@ def field_choices(
     return found
 
 
-def field_kinds(
-    cls: type,  # a dataclass
-) -> Kinds:  # field name -> allowed types; None: may be None
-    "Plain types of a dataclass's fields."
+def field_kinds(cls: type) -> Kinds:
+    "Plain types of the fields of a dataclass."
     hints = typing.get_type_hints(cls)
     kinds: Kinds = {}
     for f in fields(cls):
@@ -207,13 +137,7 @@ def field_kinds(
     return kinds
 
 # %% ../../nbs/core/parameters.ipynb #c3a65e9d
-_KIND_WORDS: dict[type | None, str] = {
-    None: "None",
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "True or False",
-}
+_WORDS: dict[Any, str] = {str: "text", int: "a whole number", float: "a number", bool: "True or False"}
 
 
 def _fits(value: Any, kind: type | None) -> bool:
@@ -232,24 +156,16 @@ def _papermill_hint(name: str, value: Any, kinds: tuple[type | None, ...]) -> st
     meant = value.strip().capitalize()
     is_plain = meant in ("True", "False") and bool in kinds or meant == "None" and None in kinds
     with suppress(ValueError):
-        if (
-            is_plain
-            or (float in kinds and math.isfinite(float(meant)))
-            or (int in kinds and meant == str(int(meant)))
-        ):
+        is_number = float in kinds and not is_plain and math.isfinite(float(meant))
+        if is_plain or is_number or int in kinds and meant == str(int(meant)):
             return f"; papermill: -p {name} {meant}"
     return ""
 
 
-def check_types(
-    values: dict[str, Any],  # name -> value
-    kinds: Kinds,  # name -> allowed types; None: may be None
-    *,
-    by_papermill: bool = False,  # the values are parameters of a notebook
-) -> None:  # raises a UsageError that names all wrong values
-    "Check that values have the types of their parameters."
+def check_types(values: dict[str, Any], kinds: Kinds, *, by_papermill: bool = False) -> None:
+    "Check that values have the types of their parameters; raises a UsageError that names all wrong values."
     wrong = [
-        f"{name} must be {' or '.join(_KIND_WORDS[k] for k in kinds[name])}, got {value!r}"
+        f"{name} must be {' or '.join(_WORDS.get(k, 'None') for k in kinds[name])}, got {value!r}"
         f"{_papermill_hint(name, value, kinds[name]) if by_papermill else ''}"
         for name, value in values.items()
         if not any(_fits(value, kind) for kind in kinds[name])
@@ -264,12 +180,11 @@ class ParameterCheck:
     def __init__(self, namespace: dict[str, Any]):  # globals() before the parameters cell
         self.before = set(namespace)
 
-    def take(
-        self,
-        namespace: dict[str, Any],  # globals() after the parameters cell and the cell injected by papermill
-        kinds: Kinds,  # name -> allowed types
-    ) -> dict[str, Any]:  # name -> value, without parameters that were not set
-        "Return the parameters; raises UsageError for unknown names and wrong types."
+    def take(self, namespace: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
+        """Return the parameters that were set, by name; raises UsageError for unknown names and wrong types.
+
+        `namespace` is globals() after the parameters cell and the cell injected by papermill.
+        """
         came = {n for n in set(namespace) - self.before if not n.startswith("_") and namespace[n] is not self}
         if unknown := sorted(came - set(kinds)):
             raise UsageError(
@@ -311,11 +226,8 @@ def _definition_of(part: Any) -> tuple[list[str], Any]:
     return source.splitlines(), ast.parse(source).body[0]
 
 
-def source_comments(
-    # a function, or a class with fields
-    value: Any,
-) -> dict[str, str]:
-    """Return the comments in the source of parameters or fields: those above, and those on the same lines.
+def source_comments(value: Any) -> dict[str, str]:
+    """Return the comments on parameters or fields in the source of a function or class: above, or beside.
 
     The comment of a function's result is under the name `return`. A source that cannot be read has no comments.
     """
@@ -343,19 +255,13 @@ def source_comments(
     return found
 
 
-def add_comments(
-    # a public function or class, whose docstring grows
-    value: Any,
-) -> Any:
+def add_comments(value: Any) -> Any:
     "Add the comments of parameters and fields to a docstring, so that `help` shows them; return the value."
     found = {name: text for name, text in source_comments(value).items() if text and name != "self"}
-    parts = {
-        "Parameters": [n for n in found if n != "return"],
-        "Returns": [n for n in found if n == "return"],
-    }
-    for title, names in parts.items():
-        if names:
-            lines = [f"{name if title == 'Parameters' else 'result'}\n    {found[name]}" for name in names]
+    result = {"result": found.pop("return")} if "return" in found else {}
+    for title, texts in (("Parameters", found), ("Returns", result)):
+        if texts:
+            lines = [f"{name}\n    {text}" for name, text in texts.items()]
             value.__doc__ = "\n".join([f"{inspect.getdoc(value)}\n\n{title}\n{'-' * len(title)}", *lines])
     return value
 
@@ -372,12 +278,8 @@ _METAVARS = {
 }
 
 
-def option_metavar(
-    name: str,  # of a setting
-    kinds: tuple[type | None, ...],  # its types, as in `field_kinds`
-    choices: tuple = (),  # its allowed texts, as in `field_choices`
-) -> str:  # "HZ", "SECONDS", "N", "htk|slaney" ...
-    "Return the metavar of an option's value in the help."
+def option_metavar(name: str, kinds: tuple[type | None, ...], choices: tuple = ()) -> str:
+    "Return the word for the value of a setting in the help, by its types and choices: HZ, N, htk|slaney."
     plain = [k for k in kinds if k is not None]
     allowed = "|".join([*choices, *["true", "false"] * (bool in kinds), *["none"] * (None in kinds)])
     if choices and len(allowed) <= _MOST_LETTERS:
@@ -427,7 +329,7 @@ count_converter.__name__ = "number (0 or more, or all):"  # argparse puts it int
 # %% ../../nbs/core/parameters.ipynb #57c48486
 def add_field_options(
     parser: argparse.ArgumentParser,
-    cls: type,  # a dataclass; the comment next to a field is its help
+    cls: type,
     title: str,  # of the group
     *,
     show_defaults: bool = True,  # in the help
@@ -444,19 +346,10 @@ def add_field_options(
         text = comments[name]
         default = cls.__dataclass_fields__[name].default  # type: ignore[attr-defined]
         if show_defaults and default not in (None, ()):
-            shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-            text += f" (default {shown})"
-        how: dict[str, Any] = {
-            "type": text_converter(kinds, none),
-            "metavar": option_metavar(name, kinds, choices.get(name, ())),
-        }
-        if kinds == (bool,):
-            how = {"action": argparse.BooleanOptionalAction}
-        group.add_argument(
-            "--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how
-        )
-
-
-def given_fields(args: argparse.Namespace, cls: type) -> dict[str, Any]:  # name -> value
-    "Fields of a dataclass that were given as options."
-    return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
+            text += f" (default {','.join(map(str, default)) if isinstance(default, tuple) else default})"
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if kinds != (bool,):
+            metavar = option_metavar(name, kinds, choices.get(name, ()))
+            how = {"type": text_converter(kinds, none), "metavar": metavar}
+        how |= {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        group.add_argument("--" + name.replace("_", "-"), **how)

@@ -78,10 +78,8 @@ class SpanCounts:
 
 # %% ../../nbs/core/timeline.ipynb #a4c7d211
 @contextmanager
-def nvtx_range(
-    name: str,  # as the profiler shows it
-) -> Iterator[None]:
-    "Mark the body as an NVTX range if torch already uses a GPU in this process."
+def nvtx_range(name: str) -> Iterator[None]:
+    "Mark the body as an NVTX range, which a profiler shows, if torch already uses a GPU in this process."
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     uses_gpu = getattr(cuda, "is_initialized", None)  # another thread may be importing torch
     if uses_gpu is None or not uses_gpu():
@@ -141,10 +139,11 @@ def covered_s(spans: Iterable[Span]) -> float:
 LanePiece = tuple[float, float, str]  # start_s, end_s, stage
 
 
-def pieces_by_lane(
-    spans: Iterable[Span],  # of any lanes, any order
-) -> dict[str, list[LanePiece]]:  # by time, "wait" left out; a device has a lane for each stage
-    "Cut the spans of each lane so that they do not overlap: the span that started last counts."
+def pieces_by_lane(spans: Iterable[Span]) -> dict[str, list[LanePiece]]:
+    """Cut the spans of each lane so that they do not overlap: the span that started last counts.
+
+    The pieces are in the order of time, without "wait"; a device has a lane for each stage.
+    """
     lanes: dict[str, list[Span]] = {}
     for s in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
         lanes.setdefault(f"{s.lane} {s.stage}" if ":" in s.lane else s.lane, []).append(s)
@@ -162,11 +161,8 @@ def _cut_pieces(spans: list[Span]) -> list[LanePiece]:
     return [(a, b, spans[k].stage) for a, b, k in between if k >= 0 and spans[k].stage != "wait"]
 
 
-def busy_lanes(
-    spans: Iterable[Span],  # of any lanes, any order
-    *more: float,  # further times, s
-) -> tuple[np.ndarray, np.ndarray]:  # [n + 1] seconds, rising, and [stages, n] in the order of STAGES
-    "Count the lanes that are busy with each stage between one time and the next."
+def busy_lanes(spans: Iterable[Span], *more: float) -> tuple[np.ndarray, np.ndarray]:
+    "Return rising times [n + 1], also those in `more`, and the lanes busy between them [stages, n], as in STAGES."
     pieces = [p for same in pieces_by_lane(spans).values() for p in same]
     times = np.unique([*more, *(t for start_s, end_s, _ in pieces for t in (start_s, end_s))])
     change = np.zeros((len(STAGES), len(times)), np.int64)
@@ -176,14 +172,11 @@ def busy_lanes(
     return times, np.cumsum(change, axis=1)[:, :-1]
 
 # %% ../../nbs/core/timeline.ipynb #7e1a0005
-def merge_lanes(
-    spans: Iterable[Span],  # of all lanes of one process
-    lane: str,  # name of the one lane
-    *,
-    split: str = "",
-    n_slices: int = 40,  # of time; each holds at most one span of a stage
-) -> list[Span]:
-    "Describe the lanes of a process as one lane: lanes that work at the same time share it equally, files and bytes are summed."
+def merge_lanes(spans: Iterable[Span], lane: str, *, split: str = "", n_slices: int = 40) -> list[Span]:
+    """Describe the lanes of a process as one lane, with at most one span of a stage in each slice of time.
+
+    Lanes that work at the same time share it equally; files and bytes are summed.
+    """
     spans = list(spans)
     times, _ = busy_lanes(spans)
     if not len(times):
@@ -228,13 +221,8 @@ META: dict[str, str] = {
 }
 
 # %% ../../nbs/core/timeline.ipynb #0b7675d1
-def write_timeline(
-    timeline: Timeline,
-    path: str | os.PathLike,  # usually FILE.timeline.json next to the data set
-    *,
-    split: str | None = None,  # only spans of this split and spans without a split
-) -> Path:
-    "Write a timeline as JSON, with at most MAX_SAMPLES samples of the machine."
+def write_timeline(timeline: Timeline, path: str | os.PathLike, *, split: str | None = None) -> Path:
+    "Write the spans of a split and those without one, or all, as JSON, with at most MAX_SAMPLES samples."
     spans = [s for s in timeline.spans if split is None or s.split in ("", split)]
     spans.sort(key=lambda s: s.start_s)
     samples = timeline.samples[:: -(-len(timeline.samples) // MAX_SAMPLES) or 1]
@@ -298,11 +286,11 @@ def main_and_checks(timeline: Timeline) -> tuple[list[Span], list[Span]]:
     return [s for s in timeline.spans if s not in checks], list(checks)
 
 
-def interval_s(
-    timeline: Timeline,
-    split: str | None = None,  # one split, None for the whole run
-) -> tuple[float, float] | None:  # seconds since the timeline began; None without a span
-    "Return the start of the first and the end of the last span; background checks of a split count only where it has nothing else."
+def interval_s(timeline: Timeline, split: str | None = None) -> tuple[float, float] | None:
+    """Return the start of the first and the end of the last span of a split, or of the whole run; None without one.
+
+    Background checks of a split count only where it has nothing else.
+    """
     own = timeline.spans
     if split is not None:
         own = [s for s in main_and_checks(timeline)[0] if s.split == split]
@@ -310,11 +298,8 @@ def interval_s(
     return (min(s.start_s for s in own), max(s.end_s for s in own)) if own else None
 
 # %% ../../nbs/core/timeline.ipynb #7b8685d9
-def spans_of(
-    timeline: Timeline,
-    split: str | None = None,  # one split, None for the whole run
-) -> list[Span]:  # by start time
-    "Return the spans of a split and those without a split, cut to the interval of the split."
+def spans_of(timeline: Timeline, split: str | None = None) -> list[Span]:
+    "Return the spans of a split and those without one, or all, by start, cut to the interval of the split."
     within = interval_s(timeline, split)
     return [] if within is None else _spans_within(timeline.spans, split, *within)
 
@@ -322,22 +307,22 @@ def spans_of(
 def _spans_within(spans: Iterable[Span], split: str | None, first: float, last: float) -> list[Span]:
     "Return the spans of a split and those without a split, or all of them, cut to an interval."
     kept = [
-        # a span that lies inside stays the same object
         s
-        if first <= s.start_s and s.end_s <= last
-        else replace(s, start_s=max(s.start_s, first), end_s=min(s.end_s, last))
         for s in spans
         if (split in (None, s.split) and s.end_s >= first and s.start_s <= last)
         or (not s.split and s.end_s > first and s.start_s < last)
     ]
+    for k, s in enumerate(kept):
+        if s.start_s < first or s.end_s > last:  # a span that lies inside stays the same object
+            kept[k] = replace(s, start_s=max(s.start_s, first), end_s=min(s.end_s, last))
     return sorted(kept, key=lambda s: s.start_s)
 
 # %% ../../nbs/core/timeline.ipynb #63f99e52
-def attribute(
-    timeline: Timeline,
-    split: str | None = None,  # one split, None for the whole run
-) -> dict[str, float]:  # stage -> seconds, in the order of STAGES, "wait" always; empty without a span
-    "Divide the wall time between the stages: n busy lanes get 1/n each, background checks only otherwise idle time."
+def attribute(timeline: Timeline, split: str | None = None) -> dict[str, float]:
+    """Divide the wall time of a split, or of the whole run, between the stages, in the order of STAGES.
+
+    n busy lanes get 1/n each, background checks only otherwise idle time. "wait" is always there; {} without a span.
+    """
     within = interval_s(timeline, split)
     if within is None:
         return {}
@@ -356,23 +341,33 @@ def percent_text(part: float, whole: float) -> str:  # in whole per cent; 0 % of
     return f"{100 * part / whole:.0f} %" if whole > 0 else "0 %"
 
 
-def aligned(
-    rows: list[tuple[str, ...]],  # the first is the head
-) -> str:  # the first column to the left, the others to the right
-    "Format rows as a plain text table."
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    "Format rows, of which the first is the head, as a text table: first column to the left, others to the right."
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [
-        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths))).rstrip()
-        for r in rows
-    ]
+    cells = [[r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])] for r in rows]
+    lines = ["  ".join(row).rstrip() for row in cells]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
 
-# %% ../../nbs/core/timeline.ipynb #e6dba12f
-def stage_table(
-    timeline: Timeline,
-    split: str | None = None,  # one split, None for the whole run
-) -> str:  # a row per stage, in the order of STAGES, "wait" and the sum last; zero is blank
-    "Format times, counts and throughput of the stages."
+# %% ../../nbs/core/timeline.ipynb #6ac61b89
+def queue_stats(timeline: Timeline, split: str | None = None) -> dict[str, tuple[float, float]]:
+    "Return the mean over time and the largest value of each gauge that has one in the time of a split, or at all."
+    first, last = interval_s(timeline, split) or (0.0, 0.0)
+    stats = {}
+    for name in sorted({g.name for g in timeline.gauges}):
+        known = [(g.time_s, float(g.value)) for g in timeline.gauges if g.name == name]
+        times, values = np.array(sorted(known, key=lambda x: x[0])).T
+        seconds = np.diff(np.clip([*times, last], first, last))
+        if seconds.sum() > 0:
+            stats[name] = float(values @ seconds / seconds.sum()), float(values[seconds > 0].max())
+    return stats
+
+
+_STAGE_TABLE_NOTE = """Total is the sum over parallel lanes. Exclusive divides each instant between the busy lanes, so its sum is the wall time.
+MB/s is 10^6 bytes per second of the time in which the stage ran in any lane."""
+
+
+def stage_table(timeline: Timeline, split: str | None = None) -> str:
+    "Format times, counts and throughput of the stages of a split, or of the whole run, and the queues below."
     exclusive = attribute(timeline, split)
     wall_s = sum(exclusive.values())
     spans = spans_of(timeline, split)
@@ -393,23 +388,11 @@ def stage_table(
                 ("{:.1f} %", 100 * exclusive.get(name, 0.0) / (wall_s or 1.0)),
             )
             rows.append((name, *(form.format(value) if value else "" for form, value in values)))
-    return aligned([*rows, ("sum", *[""] * 6, f"{wall_s:.3f}", percent_text(wall_s, wall_s))])
-
-# %% ../../nbs/core/timeline.ipynb #6ac61b89
-def queue_stats(
-    timeline: Timeline,
-    split: str | None = None,  # only in the time of this split, None for the whole run
-) -> dict[str, tuple[float, float]]:  # by name of the gauge; without those that have no value in this time
-    "Return the mean over time and the largest value of every gauge."
-    first, last = interval_s(timeline, split) or (0.0, 0.0)
-    stats = {}
-    for name in sorted({g.name for g in timeline.gauges}):
-        known = [(g.time_s, float(g.value)) for g in timeline.gauges if g.name == name]
-        times, values = np.array(sorted(known, key=lambda x: x[0])).T
-        seconds = np.diff(np.clip([*times, last], first, last))
-        if seconds.sum() > 0:
-            stats[name] = float(values @ seconds / seconds.sum()), float(values[seconds > 0].max())
-    return stats
+    rows.append(("sum", *[""] * 6, f"{wall_s:.3f}", percent_text(wall_s, wall_s)))
+    queues = [
+        f"{name}: mean {x:.2f}, max {most:g}" for name, (x, most) in queue_stats(timeline, split).items()
+    ]
+    return "\n".join([aligned(rows), *queues, _STAGE_TABLE_NOTE])
 
 # %% ../../nbs/core/timeline.ipynb #3bb7a1d5
 _POOL = re.compile(r"(worker|reader|engine|writer|loader)-\d+")
@@ -417,16 +400,13 @@ _READER_STAGES = ("read", "decode", "resample", "stage")  # stages that fill a s
 _ROW_STAGES = (*_READER_STAGES, "copy_in", "compute", "copy_out", "write")
 
 
-def amdahl_bounds(
-    timeline: Timeline,
-    split: str | None = None,  # one split, None for the whole run
-) -> dict[str, float]:  # stage -> s, the limiting stage first; empty without a span
-    "Return the most that a change of each stage can save, by Amdahl's law, without background checks."
+def amdahl_bounds(timeline: Timeline, split: str | None = None) -> dict[str, float]:
+    "Return the most seconds that a change of each stage can save, by Amdahl's law; the limiting stage first."
     first, last = interval_s(timeline, split) or (0.0, 0.0)
     wall_s = last - first
     if wall_s <= 0:
         return {}
-    spans = _spans_within(main_and_checks(timeline)[0], split, first, last)
+    spans = _spans_within(main_and_checks(timeline)[0], split, first, last)  # without background checks
     lanes = pieces_by_lane(spans)
     pieces = [p for same in lanes.values() for p in same]
     # three phases: before the first recording, while there are rows to make, after the last row
@@ -447,11 +427,8 @@ def amdahl_bounds(
     return {stage: gains_s[stage] for stage in order}
 
 
-def _least_s(
-    lanes: dict[str, list[LanePiece]],
-    ends: list[float],  # of the phases
-) -> np.ndarray:  # [stages], in the order of STAGES
-    "Return the shortest possible duration of all phases without each stage; lanes of one kind share their work."
+def _least_s(lanes: dict[str, list[LanePiece]], ends: list[float]) -> np.ndarray:
+    "Return the least time of all phases without each stage [stages]; lanes of one kind share their work."
     kinds = {lane: m[1] if (m := _POOL.fullmatch(lane)) else lane for lane in lanes}
     n_lanes = Counter(kinds.values())
     work = {kind: np.zeros((len(STAGES), len(ends) - 1)) for kind in n_lanes}  # [stages, phases] seconds
@@ -464,10 +441,9 @@ def _least_s(
 
 # %% ../../nbs/core/timeline.ipynb #8090a37e
 MIN_ANALYSED_S = 0.1  # the shares of a shorter run are not reproducible
-BOTTLENECK_SHARE = (
-    0.25  # a BOTTLENECK finding needs this share of the wall time; below it the speed-up is at most 1.33
-)
-LOW_QUEUE_DEPTH = 1.0  # mean number of batches in the engine's input queue; with fewer than one, the engine waits for the next
+# a BOTTLENECK finding needs this share of the wall time; below it the speed-up is at most 1.33
+BOTTLENECK_SHARE = 0.25
+LOW_QUEUE_DEPTH = 1.0  # mean number of batches in the engine's input queue; with fewer, the engine waits
 # share of the time from the first to the last batch; less idle time is not reported
 ENGINE_IDLE_SHARE = 0.1
 LOW_GPU_PERCENT = 50.0  # mean load of a GPU; below it the analysis explains the load
@@ -524,15 +500,19 @@ class Analysis:
     @property
     def advice(self) -> list[str]:
         "The suggestions, or why there is none, as sentences."
-        nothing = f"Nothing to change: the measurements show no setting that would shorten {self.limiting}."
-        gain_s = next(iter(self.bounds.values()), 0.0)
+        if self.suggestions:
+            return [str(s) for s in self.suggestions]
+        if self.limiting is None:
+            return [self.limit_text]
+        gain_s = self.bounds[self.limiting]
         is_starved = any(text.startswith("LOW QUEUE DEPTH") for text in self.findings)
-        if gain_s < BOTTLENECK_SHARE * self.wall_s and not is_starved:
-            nothing = (
-                f"Nothing to change: no stage reaches the threshold of {100 * BOTTLENECK_SHARE:.0f} %; the best change would save at most "
-                f"{gain_s:.2f} of {self.wall_s:.2f} s."
-            )
-        return [str(s) for s in self.suggestions] or [nothing if self.limiting else self.limit_text]
+        if gain_s >= BOTTLENECK_SHARE * self.wall_s or is_starved:
+            return [
+                f"Nothing to change: the measurements show no setting that would shorten {self.limiting}."
+            ]
+        why = f"no stage reaches the threshold of {100 * BOTTLENECK_SHARE:.0f} %"
+        saved = f"the best change would save at most {gain_s:.2f} of {self.wall_s:.2f} s"
+        return [f"Nothing to change: {why}; {saved}."]
 
     def __str__(self) -> str:
         lines = [f"PERFORMANCE ANALYSIS: {self.title}"]
@@ -550,14 +530,9 @@ class Analysis:
 
 # %% ../../nbs/core/timeline.ipynb #c156bef4
 class Evidence:
-    "Settings and measurements of one split, or of the whole run."
+    "Settings and measurements of one split, or of the whole run; `summary` is that of its build."
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        split: str | None,  # one split, None for the whole run
-        summary: Mapping[str, Any],  # of a build, as BuildResult.summary and FILE.report.json have it
-    ):
+    def __init__(self, timeline: Timeline, split: str | None, summary: Mapping[str, Any]):
         inflow = timeline.meta.get("inflow") or {}
         facts = {**timeline.meta, **inflow.get(split or next(iter(inflow), ""), {}), **summary}
         parts = [facts.get(key) or {} for key in ("machine", "settings", "workers", "pipeline")]
@@ -571,8 +546,8 @@ class Evidence:
         self.readers = [s for s in spans if s.stage in _READER_STAGES and s.split]
         of_any_split = [s for s in timeline.spans if s.stage == "compute"]
         self.compute_s = covered_s(_spans_within(of_any_split, None, *within))
-        own = [s for s in spans if s.stage == "compute"]
-        engine = min((s.start_s for s in own), default=0.0), max((s.end_s for s in own), default=0.0)
+        own = [t for s in spans if s.stage == "compute" for t in (s.start_s, s.end_s)]
+        engine = min(own, default=0.0), max(own, default=0.0)
         self.engine_s = engine[1] - engine[0]  # from the first to the last batch of the split
         self.idle_s = max(0.0, self.engine_s - covered_s(_spans_within(of_any_split, None, *engine)))
         samples = [s for s in timeline.samples if within[0] <= s["time_s"] <= within[1]]
@@ -655,13 +630,9 @@ def _findings(e: Evidence, found: Analysis) -> tuple[str, ...]:
 
 # %% ../../nbs/core/timeline.ipynb #6c36853c
 def analyse(
-    timeline: Timeline,
-    split: str | None = None,  # one split, None for the whole run
-    *,
-    # of the build, as BuildResult.summary and FILE.report.json have it
-    summary: Mapping[str, Any] | None = None,
+    timeline: Timeline, split: str | None = None, *, summary: Mapping[str, Any] | None = None
 ) -> Analysis:
-    "Analyse one split or a whole run."
+    "Analyse a split or a whole run; `summary` is that of its build, as BuildResult and FILE.report.json have it."
     first, last = interval_s(timeline, split) or (0.0, 0.0)
     title = split or "the whole run"
     found = Analysis(title, last - first, attribute(timeline, split), amdahl_bounds(timeline, split))
@@ -671,42 +642,9 @@ def analyse(
     suggestions = tuple(_suggestions(e, found))[:MAX_SUGGESTIONS]
     return replace(found, findings=_findings(e, found), suggestions=suggestions)
 
-# %% ../../nbs/core/timeline.ipynb #8c5f39be
-def report_text(
-    timeline: Timeline,
-    *,
-    title: str,  # usually the split
-    found: int,  # files found
-    rows: int,  # rows in the data set
-    rejected: int,  # files rejected; rows + rejected = found
-    seconds: float,  # from listing to the published file and its report; for a later split of the same run from its first read
-    split: str | None = None,  # spans of this split, None for all of the timeline
-) -> str:  # lines of text
-    "Report the rate, stages, queues and limiting stage of one build."
-    run = analyse(timeline, split)
-    queues = queue_stats(timeline, split).items()
-    parts = [
-        f"{title}: {found:,} files found, {rows:,} rows, {rejected:,} rejected, {seconds:.2f} s",
-        f"{found / (seconds or math.inf):,.0f} files found per second, end to end",
-        "",
-        stage_table(timeline, split),
-        "",
-        *(f"{name}: mean {mean:.2f}, max {most:g}" for name, (mean, most) in queues),
-        run.limit_text,
-        f"Exposed wait (no lane of any split was busy): {run.bounds.get('wait', 0.0):.2f} s.",
-        f"{max(0.0, seconds - run.wall_s):.3f} s of the build lie outside all spans.",
-        "Total is the sum over parallel lanes. Exclusive divides each instant between the busy lanes, so its sum is the wall time.",
-        "MB/s is 10^6 bytes per second of the time in which the stage ran in any lane.",
-    ]
-    return "\n".join(parts)
-
 # %% ../../nbs/core/timeline.ipynb #b7cbd350
-def analyse_run(
-    timeline: Timeline,
-    # of the builds of the run, one per split, as BuildResult.summary has them
-    summaries: Sequence[Mapping[str, Any]] = (),
-) -> list[Analysis]:  # the run, then each split if there are several
-    "Analyse a run and its splits."
+def analyse_run(timeline: Timeline, summaries: Sequence[Mapping[str, Any]] = ()) -> list[Analysis]:
+    "Analyse a run, then each split if there are several; the summaries are those of its builds, one per split."
     splits = list(dict.fromkeys(s.split for s in timeline.spans if s.split))
     of = {s.get("span_name"): s for s in summaries}
     whole = analyse(timeline, summary=next(iter(summaries), None))
@@ -722,8 +660,8 @@ def _without_imports(timeline: Timeline) -> Timeline:
     return rest
 
 
-def is_short_run(timeline: Timeline) -> bool:  # also for a timeline without a span
-    "Return whether a run took less than SHORT_RUN_S of wall time, without imports."
+def is_short_run(timeline: Timeline) -> bool:
+    "Return whether a run took less than SHORT_RUN_S of wall time, without imports; also without a span."
     first, last = interval_s(_without_imports(timeline)) or (0.0, 0.0)
     return last - first < SHORT_RUN_S
 
@@ -731,22 +669,22 @@ def is_short_run(timeline: Timeline) -> bool:  # also for a timeline without a s
 def check_analysis(analysis: str) -> None:
     "Check how much `analysis_text` prints; raises UsageError."
     if analysis not in ANALYSES:
-        raise UsageError(
-            "the parameter analysis has an unknown value",
-            code="out-of-range",
-            found=repr(analysis),
-            expected=", ".join(ANALYSES),
-        )
+        what, known = "the parameter analysis has an unknown value", ", ".join(ANALYSES)
+        raise UsageError(what, code="out-of-range", found=repr(analysis), expected=known)
 
 
 def analysis_text(
     timeline: Timeline,
-    summaries: Sequence[Mapping[str, Any]] = (),  # of the builds of the run, one per split
+    summaries: Sequence[Mapping[str, Any]] = (),
     *,
-    width: int = 100,  # of a line, characters
-    analysis: str = "full",  # one of ANALYSES; "auto": a short analysis for a run of less than SHORT_RUN_S, else all
-) -> str:  # "" for analysis="none"; raises UsageError for an unknown value of `analysis`
-    "Analyse a run and its splits, as text."
+    width: int = 100,
+    analysis: str = "full",
+) -> str:
+    """Analyse a run and its splits, as text in lines of `width` characters; "" for analysis="none".
+
+    The summaries are those of its builds, one per split. `auto` is short for a run of less than SHORT_RUN_S.
+    Raises UsageError for an unknown value of `analysis`.
+    """
     check_analysis(analysis)
     if analysis == "none":
         return ""

@@ -23,7 +23,7 @@ from leakmel.core.errors import DataError, LeakmelError, UsageError, show_path
 from leakmel.core.monitor import mean, peak, size_text
 from leakmel.core.files import read_own_json
 from leakmel.core.parameters import Kinds
-from leakmel.core.run_plan import runs_folder
+from leakmel.core.operation import runs_folder, user_path
 from leakmel.core.timeline import (
     Timeline,
     aligned,
@@ -31,22 +31,12 @@ from leakmel.core.timeline import (
     analysis_text,
     interval_s,
     read_timeline,
-    report_text,
+    stage_table,
 )
 from leakmel.dataset.file.reader import MelDataset, open_dataset
 from leakmel.dataset.run.publish import BuildResult, reused_rows_sentence, rate_text
 from leakmel.insight.page_figures import Section, filled, write_report
-from leakmel.insight.plots import (
-    styled_figure,
-    plain_text,
-    batch_timeline,
-    exclusive_bar,
-    level_by_label,
-    mels_by_label,
-    recording_spectra,
-    spectrum_by_label,
-    utilization,
-)
+from leakmel.insight import plots
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,15 +53,14 @@ def _run_files(folder: Path) -> list[Path]:
     return [p for p in files if p.is_file()]
 
 
-def find_runs(
-    path: str | os.PathLike | None = None,  # folder of a run, or of runs; None: the project's runs/
-    *,
-    most: int = 8,  # largest number of runs read from a folder of runs
-) -> list[Path]:  # the folder itself, or the newest runs in it
-    "Find the folders of runs; raises DataError for a folder without a run."
+def find_runs(path: str | os.PathLike | None = None, *, most: int = 8) -> list[Path]:
+    """Return the folder of a run itself, or the newest runs in a folder of runs; None: the project's runs/.
+
+    Raises DataError for a folder without a run.
+    """
     if most < 1:
         raise UsageError("the parameter compare must be at least 1", code="out-of-range", found=most)
-    folder = runs_folder() if path is None else Path(os.path.abspath(os.path.expanduser(path)))
+    folder = runs_folder() if path is None else user_path(path)
     if _run_files(folder):
         return [folder]
     inside = {p: _run_files(p) for p in folder.glob("[!.]*")}
@@ -87,10 +76,8 @@ def find_runs(
     return sorted(times, key=lambda p: (times[p], p.name), reverse=True)[:most]
 
 # %% ../../nbs/insight/dashboard.ipynb #53ba5dab
-def joined_timelines(
-    timelines: Mapping[str, Timeline],  # by data set, as stored
-) -> dict[str, Timeline]:  # by data set; splits that were built together share one object
-    "Join the timelines of splits that share a clock, and start them after the imports."
+def joined_timelines(timelines: Mapping[str, Timeline]) -> dict[str, Timeline]:
+    "Join the timelines of data sets that share a clock into one object, and start them after the imports."
     groups: dict[Any, dict[str, Timeline]] = {}
     for name, t in timelines.items():
         groups.setdefault(t.meta.get("clock_origin_s", name), {})[name] = t
@@ -98,14 +85,11 @@ def joined_timelines(
     for same in groups.values():
         spans = dict.fromkeys(s for t in same.values() for s in t.spans)
         zero = max((s.end_s for s in spans if s.lane == "imports"), default=0.0)
-        whole = copy(
-            max(same.values(), key=lambda t: len(t.samples))
-        )  # stored last: it has those of all splits
-        whole.spans = [
-            replace(s, start_s=max(0.0, s.start_s - zero), end_s=max(0.0, s.end_s - zero))
-            for s in spans
-            if s.lane != "imports"
-        ]
+        # stored last: it has the samples of all splits
+        whole = copy(max(same.values(), key=lambda t: len(t.samples)))
+        kept = [s for s in spans if s.lane != "imports"]
+        ends = [(max(0.0, s.start_s - zero), max(0.0, s.end_s - zero)) for s in kept]
+        whole.spans = [replace(s, start_s=start, end_s=end) for s, (start, end) in zip(kept, ends)]
         whole.gauges = [replace(g, time_s=max(0.0, g.time_s - zero)) for g in whole.gauges]
         whole.samples = [s | {"time_s": s["time_s"] - zero} for s in whole.samples if s["time_s"] >= zero]
         joined |= dict.fromkeys(same, whole)
@@ -127,9 +111,8 @@ class RunRecord:
     folder: Path
     # as `dataset.report` writes them, by file name of the data set, the largest first
     reports: dict[str, dict[str, Any]] = field(repr=False)
-    timelines: dict[str, Timeline] = field(
-        repr=False
-    )  # by file name of the data set, as `joined_timelines` returns them
+    # by file name of the data set, as `joined_timelines` returns them
+    timelines: dict[str, Timeline] = field(repr=False)
     data_sets: tuple[Path, ...]  # in the order of the reports, then those without a report
 
     @property
@@ -165,21 +148,15 @@ class RunRecord:
 def modified_data_sets(run: RunRecord) -> tuple[str, ...]:
     "Return the data sets whose size differs from their report: they were changed after verification."
     sizes = {p.name: p.stat().st_size for p in run.data_sets}
-    return tuple(
-        n for n, r in run.reports.items() if n in sizes and r.get("file_bytes", sizes[n]) != sizes[n]
-    )
+    reports = [(n, r) for n, r in run.reports.items() if n in sizes]
+    return tuple(n for n, r in reports if r.get("file_bytes", sizes[n]) != sizes[n])
 
 # %% ../../nbs/insight/dashboard.ipynb #fcdf3c5b
 _NEEDED: dict[str, Any] = {  # type of each value in JSON
-    "found": int,
-    "rows": int,
-    "rejected": int,
-    "seconds": (int, float),
-    "files_per_s": (int, float),
-    "verified": dict,
+    **dict.fromkeys(("found", "rows", "rejected"), int),
+    **dict.fromkeys(("seconds", "files_per_s"), (int, float)),
+    **dict.fromkeys(("verified", "machine", "pipeline"), dict),
     "span_name": str,
-    "machine": dict,
-    "pipeline": dict,
 }
 
 
@@ -202,9 +179,7 @@ def _report(path: Path) -> dict[str, Any]:
     )
 
 # %% ../../nbs/insight/dashboard.ipynb #77d85614
-def read_run(
-    folder: str | os.PathLike,  # as find_runs returns it
-) -> RunRecord:
+def read_run(folder: str | os.PathLike) -> RunRecord:
     "Read the record of a run; raises DataError for an invalid file."
     files = _run_files(Path(folder))
     found = {p.name.removesuffix(_REPORT): _report(p) for p in files if p.name.endswith(_REPORT)}
@@ -215,12 +190,8 @@ def read_run(
     return RunRecord(Path(folder), reports, joined_timelines(stored), tuple(data_sets))
 
 
-def read_runs(
-    folders: Sequence[str | os.PathLike],  # as find_runs returns them
-) -> tuple[
-    list[RunRecord], list[str]
-]:  # runs, and one sentence per skipped run; raises DataError if the first cannot be read
-    "Read several runs; damaged runs after the first are skipped."
+def read_runs(folders: Sequence[str | os.PathLike]) -> tuple[list[RunRecord], list[str]]:
+    "Read runs; a damaged one after the first is skipped, with a sentence. Raises DataError if the first is damaged."
     found, skipped = [read_run(folder) for folder in folders[:1]], list[str]()
     for folder in folders[1:]:
         try:
@@ -252,15 +223,13 @@ def runs_table(runs: Sequence[RunRecord]) -> str:
     return "\n".join([aligned(table), "", differ if lines else "All settings are the same.", *lines])
 
 
-def differing_settings(
-    runs: Sequence[RunRecord],
-) -> dict[str, list[Any]]:  # name -> value in each run, None if a run has none
-    "Return the settings of the first data set of each run that differ between runs."
-    firsts: list[dict[str, Any]] = [next(iter(r.reports.values()), {}) for r in runs]
-    settings = [
-        {**(f.get("spec") or {}), **f.get("pipeline", {}), "machine": (f.get("machine") or {}).get("cpu")}
-        for f in firsts
-    ]
+def differing_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    "Return the settings of the first data set of each run that differ, by name; None if a run has none."
+    settings = []
+    for run in runs:
+        first: dict[str, Any] = next(iter(run.reports.values()), {})
+        machine = {"machine": (first.get("machine") or {}).get("cpu")}
+        settings.append((first.get("spec") or {}) | first.get("pipeline", {}) | machine)
     columns = {n: [s.get(n) for s in settings] for own in settings for n in own}
     return {n: values for n, values in columns.items() if any(v != values[0] for v in values)}
 
@@ -270,72 +239,60 @@ def dashboard_kinds() -> Kinds:
     return {"run": (str, None), "compare": (int,), "spectra": (int,)}
 
 # %% ../../nbs/insight/dashboard.ipynb #6c11928b
-def cache_sentence(
-    summary: Mapping[str, Any],  # of a build
-) -> str:
-    "Describe how many bytes came from the storage device and how many from the page cache."
+def cache_sentence(summary: Mapping[str, Any]) -> str:
+    "Describe how many bytes of a build came from the storage device and how many from the page cache."
     device = summary["bytes_from_device"]
     read = "an unknown amount" if device is None else size_text(device)
     ahead = f", {summary['read_ahead_files']:,} files requested ahead" if summary["read_ahead_files"] else ""
     return f"{summary['cache']}: {size_text(summary['bytes_asked'])} requested, {read} read from the device{ahead}"
 
 # %% ../../nbs/insight/dashboard.ipynb #9afbd144
-def _facts(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
+_LOADS = (  # of this process, except VRAM; 100 % of CPU is one core
+    ("CPU load", "cpu_percent", "%", 1),
+    ("RAM", "rss_bytes", "MB", 1e-6),
+    ("VRAM", "vram_bytes", "MB", 1e-6),
+    ("GPU load", "gpu_percent", "%", 1),
+)
+
+
+def _facts(run: RunRecord) -> dict[str, dict[str, str]]:
     "Return what the reports and timelines say of time, data and machine."
-    reports, samples = list(run.reports.values()), [s for t in run.distinct_timelines for s in t.samples]
+    reports = list(run.reports.values())
     rate = f": {run.files_per_s:,.0f} files/s end to end" if run.files_per_s else ""
+    limits = " ".join(analyse(t).limit_text for t in run.distinct_timelines)
+    times = {
+        "folder": show_path(run.folder),
+        "created": run.values("created_at_utc").replace("T", " ").replace("+00:00", " UTC"),
+        "speed": f"{run.total('found') - run.total('kept_files'):,} files read in {run.seconds or 0:.2f} s{rate}",
+        "limiting stage": limits or NOT_AVAILABLE,
+        "page cache": run.values("cache"),
+    }
+    counts = f"{run.total('rows'):,} rows + {run.total('rejected'):,} rejected"
+    data = {
+        "recordings": f"{size_text(run.total('source_bytes'))} in {run.values('root')}",
+        "rows": f"{counts} = {run.total('found'):,} files found",
+        "rejected": run.counts("rejected_by_code") or "none",
+        "labels": _distinct_values(name for r in reports for name in r.get("label_names", [])),
+        "changed to fit": run.counts("status_counts") or "none",
+        "problems": run.counts("problems_by_kind") or "none found",
+        "kept": "; ".join(dict.fromkeys(filter(None, map(reused_rows_sentence, reports)))) or "none",
+    }
     m = reports[0].get("machine") or {}
     engine, device, mode, spec = map(run.values, ("engine", "device", "mode", "fingerprint"))
-    loads = (  # of this process, except VRAM; 100 % of CPU is one core
-        ("CPU load", "cpu_percent", "%", 1),
-        ("RAM", "rss_bytes", "MB", 1e-6),
-        ("VRAM", "vram_bytes", "MB", 1e-6),
-        ("GPU load", "gpu_percent", "%", 1),
-    )
-    return {
-        "run": [
-            ("folder", show_path(run.folder)),
-            ("created", run.values("created_at_utc").replace("T", " ").replace("+00:00", " UTC")),
-            (
-                "speed",
-                f"{run.total('found') - run.total('kept_files'):,} files read in {run.seconds or 0:.2f} s{rate}",
-            ),
-            (
-                "limiting stage",
-                " ".join(analyse(t).limit_text for t in run.distinct_timelines) or NOT_AVAILABLE,
-            ),
-            ("page cache", run.values("cache")),
-        ],
-        "data": [
-            ("recordings", f"{size_text(run.total('source_bytes'))} in {run.values('root')}"),
-            (
-                "rows",
-                f"{run.total('rows'):,} rows + {run.total('rejected'):,} rejected = {run.total('found'):,} files found",
-            ),
-            ("rejected", run.counts("rejected_by_code") or "none"),
-            ("labels", _distinct_values(name for r in reports for name in r.get("label_names", []))),
-            ("changed to fit", run.counts("status_counts") or "none"),
-            ("problems", run.counts("problems_by_kind") or "none found"),
-            ("kept", "; ".join(dict.fromkeys(filter(None, map(reused_rows_sentence, reports)))) or "none"),
-        ],
-        "machine": [
-            (
-                "processor",
-                f"{m.get('cpu')}, {m.get('n_cores')} cores, {(m.get('ram_bytes') or 0) / 1e9:.0f} GB of RAM",
-            ),
-            ("GPU", m.get("gpu") or "none"),
-            ("engine", f"{engine} on {device}, mode {mode}, fingerprint {spec}"),
-            *(
-                (
-                    name,
-                    NOT_AVAILABLE
-                    if (most := peak(samples, key)) is None
-                    else f"{factor * most:,.0f} {unit} peak, {factor * (mean(samples, key) or 0):,.0f} {unit} mean",
-                )
-                for name, key, unit, factor in loads
-            ),
-        ],
+    ram = f"{(m.get('ram_bytes') or 0) / 1e9:.0f} GB of RAM"
+    machine = {
+        "processor": f"{m.get('cpu')}, {m.get('n_cores')} cores, {ram}",
+        "GPU": m.get("gpu") or "none",
+        "engine": f"{engine} on {device}, mode {mode}, fingerprint {spec}",
     }
+    samples = [s for t in run.distinct_timelines for s in t.samples]
+    for name, key, unit, factor in _LOADS:
+        most = peak(samples, key)
+        load = (
+            f"{factor * (most or 0):,.0f} {unit} peak, {factor * (mean(samples, key) or 0):,.0f} {unit} mean"
+        )
+        machine[name] = NOT_AVAILABLE if most is None else load
+    return {"run": times, "data": data, "machine": machine}
 
 
 def _file_fact(run: RunRecord, name: str) -> str:
@@ -345,7 +302,8 @@ def _file_fact(run: RunRecord, name: str) -> str:
     if report is None:
         return f"{size}; no report next to it"
     if name in modified_data_sets(run):
-        return f"{size}, but the report says {size_text(report['file_bytes'])}: the file was changed after verification (run `leakmel verify`)"
+        said = f"but the report says {size_text(report['file_bytes'])}"
+        return f"{size}, {said}: the file was changed after verification (run `leakmel verify`)"
     speed = f"{report['kept_rows']:,} rows reused" if report.get("kept_rows") else rate_text(report)
     return f"{report['rows']:,} rows, {size}; {speed}; {report['verified'].get('verdict', NOT_AVAILABLE)}"
 
@@ -354,7 +312,7 @@ _CARD = (
     "<div style='padding:2px 12px;border-left:6px solid "
     """{{ "#7a7a7a" if card.ok is none else "#2e8b57" if card.ok else "#c0392b" }}'>"""
     "<div style='font-size:120%;font-weight:bold'>{{ card.title }}</div><table style='border-collapse:collapse'>"
-    "{% for name, facts in card.blocks %}"
+    "{% for name, facts in card.blocks.items() %}"
     "<tr><th colspan='2' style='text-align:left;padding-top:8px'>{{ name }}</th></tr>{% for key, value in facts %}"
     "<tr><td style='text-align:right;opacity:.7;white-space:nowrap;vertical-align:top;padding-right:10px'>{{ key }}</td>"
     "<td style='text-align:left'>{{ value }}</td></tr>{% endfor %}{% endfor %}</table></div>"
@@ -366,12 +324,14 @@ class Card:
     "Title and blocks of name-value pairs, for a notebook or a terminal."
 
     title: str
-    blocks: Sequence[tuple[str, Sequence[tuple[str, str]]]]  # heading and its pairs
+    blocks: Mapping[str, Sequence[tuple[str, str]]]  # heading and its pairs
     ok: bool | None = None  # colour of the border; None: unknown
 
     def __repr__(self) -> str:
         wrap = partial(fill, width=100, subsequent_indent=" " * 18, break_long_words=False)
-        lines = [[f"\n{name}", *(wrap(f"  {k:>14}  {v}") for k, v in facts)] for name, facts in self.blocks]
+        lines = [
+            [f"\n{name}", *(wrap(f"  {k:>14}  {v}") for k, v in facts)] for name, facts in self.blocks.items()
+        ]
         return "\n".join([self.title, *(line for block in lines for line in block)])
 
     def _repr_html_(self) -> str:
@@ -391,57 +351,43 @@ def run_card(run: RunRecord) -> Card:
         title = f"{rows:,} rows, all data sets verified {how}"
     elif reports:
         title = "NOT verified"
-    blocks = _facts(run) if reports else {"run": [("folder", show_path(run.folder))]}
+    blocks = _facts(run) if reports else {"run": {"folder": show_path(run.folder)}}
     names = dict.fromkeys([*run.reports, *(p.name for p in run.data_sets)])
-    blocks["data sets"] = [(show_path(n), _file_fact(run, n)) for n in names]
-    return Card(title, list(blocks.items()), ok)
+    blocks["data sets"] = {show_path(n): _file_fact(run, n) for n in names}
+    return Card(title, {name: list(facts.items()) for name, facts in blocks.items()}, ok)
 
 
-def build_card(
-    results: Sequence[BuildResult],  # of one build
-) -> Card:
+def build_card(results: Sequence[BuildResult]) -> Card:
     "Return the summary card of a build."
     reports = {r.path.name: r.summary for r in results}
     timelines = joined_timelines({r.path.name: r.timeline for r in results})
     return run_card(RunRecord(results[0].path.parent, reports, timelines, tuple(r.path for r in results)))
 
 # %% ../../nbs/insight/dashboard.ipynb #79696c8c
-def rejected_card(
-    results: Sequence[BuildResult],  # of one build
-    most: int = 50,  # files shown; the data sets and reports list all
-) -> Card:
-    "Return a card of the rejected files of a build: counts by reason, then files."
+def rejected_card(results: Sequence[BuildResult], most: int = 50) -> Card:
+    "Return a card of the rejected files of a build: counts by reason, then `most` files; the data sets list all."
     files = [(r.summary["folder"], x) for r in results for x in r.rejections]
     shown = [(x.code, f"{show_place(folder, x.path)}: {x.message}") for folder, x in files[:most]]
     if files[most:]:
         shown.append(("more", f"{len(files) - most:,} files, in /rejected of the data sets"))
-    return Card(
-        f"Rejected: {format_counts(Counter(x.code for _, x in files), most=len(files)) or 'none'}",
-        [("", shown)],
-    )
+    counts = format_counts(Counter(x.code for _, x in files), most=len(files))
+    return Card(f"Rejected: {counts or 'none'}", {"": shown})
 
 # %% ../../nbs/insight/dashboard.ipynb #6ffe3ce6
 NO_TIMELINE = "No analysis: the folder holds no report with a timeline."
 
 
-def advice(run: RunRecord) -> str:  # paragraphs of text
-    "Return the bottleneck analysis of a run."
-    texts = [
-        analysis_text(t, [r for n, r in run.reports.items() if run.timelines.get(n) is t])
-        for t in run.distinct_timelines
-    ]
+def advice(run: RunRecord) -> str:
+    "Return the bottleneck analysis of a run, a paragraph each time that it was built."
+    reports = [(run.timelines.get(n), r) for n, r in run.reports.items()]
+    texts = [analysis_text(t, [r for own, r in reports if own is t]) for t in run.distinct_timelines]
     return "\n\n".join(texts) or NO_TIMELINE
 
 
-def stage_reports(run: RunRecord) -> str:  # paragraphs of text
-    "Return the stage table of each data set of a run."
-    counts = ("found", "rows", "rejected", "seconds")
-    texts = [
-        report_text(timeline, title=split, split=split, **{key: run.reports[name][key] for key in counts})
-        for name, timeline in run.timelines.items()
-        for split in [run.reports[name]["span_name"]]
-    ]
-    return "\n\n".join(texts) or NO_TIMELINE
+def stage_reports(run: RunRecord) -> str:
+    "Return the stage table of each data set of a run, a paragraph each."
+    named = [(run.reports[name]["span_name"], timeline) for name, timeline in run.timelines.items()]
+    return "\n\n".join(f"{split}: stages\n{stage_table(t, split)}" for split, t in named) or NO_TIMELINE
 
 # %% ../../nbs/insight/dashboard.ipynb #b1b615a2
 _COLUMNS = ["split", "label", "rms_db"]
@@ -467,59 +413,52 @@ def data_table(run: RunRecord) -> "tuple[pd.DataFrame, list[str]]":
 def _figure_of_file(path: Path | None, draw: "Callable[[MelDataset], go.Figure]") -> "go.Figure":
     "Draw a data set, or a sentence where it cannot be read."
     if path is None:
-        return styled_figure([], "No recording to show", height=120)
+        return plots.styled_figure([], "No recording to show", height=120)
     try:
         with open_dataset(path) as ds:
             return draw(ds)
     except _UNREADABLE as e:
-        note = f"{plain_text(path.name)}: {plain_text(str(e)[:100])}"
-        return styled_figure([], "No recording can be shown", note, height=120)
+        note = f"{plots.plain_text(path.name)}: {plots.plain_text(str(e)[:100])}"
+        return plots.styled_figure([], "No recording can be shown", note, height=120)
 
 
-def spectra_figure(
-    path: Path | None,  # data set; None: none exists
-    most: int = 600,  # rows whose spectrum is read, spread evenly
-) -> "go.Figure":
-    "Draw the mean spectrum of each label of a data set."
-    return _figure_of_file(path, lambda ds: spectrum_by_label(*recording_spectra(ds, most), ds.spec.mel_hz))
+def spectra_figure(path: Path | None, most: int = 600) -> "go.Figure":
+    "Draw the mean spectrum of each label of a data set, from `most` rows, spread evenly."
 
-# %% ../../nbs/insight/dashboard.ipynb #ed88ba21
-def mel_pictures(
-    path: Path | None,  # data set; None: none exists
-) -> "go.Figure":
+    def spectra(ds: MelDataset) -> "go.Figure":
+        return plots.spectrum_by_label(*plots.recording_spectra(ds, most), ds.spec.mel_hz)
+
+    return _figure_of_file(path, spectra)
+
+
+def mel_pictures(path: Path | None) -> "go.Figure":
     "Draw the log-mel spectrogram of the recording with the median level of each label."
 
     def typical_mels(ds: MelDataset) -> "go.Figure":
         typical = ds.typical_rows()
         scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
+        scales["hop_s"] = ds.spec.hop_length / ds.spec.sample_rate
         rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])
-        return mels_by_label(
-            rows, list(typical), ds.spec.mel_hz, hop_s=ds.spec.hop_length / ds.spec.sample_rate, **scales
-        )
+        return plots.mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales)
 
     return _figure_of_file(path, typical_mels)
 
 # %% ../../nbs/insight/dashboard.ipynb #9604c8d5
-def build_report(
-    results: Sequence[BuildResult],  # of one build
-    path: Path,  # HTML file
-) -> Path:  # raises OutputError, SpaceError
-    "Write the report of a build."
+def build_report(results: Sequence[BuildResult], path: Path) -> Path:
+    "Write the report of a build as an HTML file; raises OutputError, SpaceError."
     card = build_card(results)
     timeline = results[0].timeline
-    notes = [
-        ProblemReport(r.noted, most=12) if r.noted else f"{r.path.name}: no problems were found"
-        for r in results
-    ]
+    none = "no problems were found"
+    notes = [ProblemReport(r.noted, most=12) if r.noted else f"{r.path.name}: {none}" for r in results]
     with open_dataset(results[0].path) as ds:
-        levels = level_by_label(ds.files["rms_db"], [ds.class_names[i] for i in ds.labels])
+        levels = plots.level_by_label(ds.files["rms_db"], [ds.class_names[i] for i in ds.labels])
         typical = [f"{name}: {show_path(ds.files['path'][row])}" for name, row in ds.typical_rows().items()]
     sections = [
         Section("Summary", [card]),
         Section("Rejected recordings", [rejected_card(results)]),
         Section("Problems of the recordings", [*notes, levels]),
         Section("Run time", [analysis_text(timeline, [r.summary for r in results])]),
-        Section("Stages", [exclusive_bar(timeline), batch_timeline(timeline), utilization(timeline)]),
+        Section("Stages", [plots.batch_timeline(timeline), plots.utilization(timeline)]),
         Section("Example spectrograms", ["\n".join(typical), mel_pictures(results[0].path)]),
     ]
     where = show_path(results[0].path.parent)

@@ -22,27 +22,16 @@ from leakmel.audio.problems import how_many
 from leakmel.audio.wav import read_wav
 from leakmel.core.errors import DataError, LeakmelError, RecordingError, UsageError, show_path
 from leakmel.core.parameters import Kinds
-from leakmel.core.run_plan import runs_folder
+from leakmel.core.operation import runs_folder
 from leakmel.dataset.file.reader import write_spec
 from leakmel.dataset.run.inputs import decide_spec
 from leakmel.dataset.run.pipeline import find_data, spec_changes
 from leakmel.dataset.source.loader import STATUSES, BatchReader, Slot
 from leakmel.insight.page_figures import MAX_PLAYED_S, as_float, filled, playback, player_html
-from leakmel.insight.plots import (
-    TEXT_COLOUR,
-    MAX_POINTS,
-    SILENT_DB,
-    Trace,
-    colour_range,
-    apply_style,
-    f32,
-    plain_text,
-    spectrum_by_label,
-    styled_subplots,
-    whole_db,
-)
+from leakmel.insight import plots
+from leakmel.insight.plots import MAX_POINTS, SILENT_DB, Trace, f32, plain_text
 from leakmel.mel.engines import Engine, open_engine
-from leakmel.mel.spec import MelSpec, hann_periodic, preset_values
+from leakmel.mel.spec import MelSpec, preset_values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,9 +70,8 @@ class Recordings:
     "Usable recordings of a scan, in the order of the listings."
 
     manifest: Manifest
-    table: (
-        "pd.DataFrame"  # of the scan, with place (listing, index in it), shown (path), flag (tuple of texts)
-    )
+    # of the scan, with place (listing, index in it), shown (path), flag (tuple of texts)
+    table: "pd.DataFrame"
 
     def __repr__(self) -> str:
         n_left = len(self.manifest.table) - len(self.table)
@@ -96,32 +84,25 @@ class Recordings:
         counts = {name: self.table[name].explode().value_counts().sort_index() for name in FILTERS}
         return {name: {str(k): int(n) for k, n in found.items() if k} for name, found in counts.items()}
 
-    def matching(
-        self,
-        wanted: Mapping[str, str],  # values of some of FILTERS; "": any
-    ) -> np.ndarray:  # [n] row numbers, at least one; raises UsageError if no recording matches
-        "Return the rows that match a filter."
+    def matching(self, wanted: Mapping[str, str]) -> np.ndarray:
+        "Return the numbers of the rows that match a filter of FILTERS; raises UsageError if none does. Empty: any."
         fits = np.ones(len(self.table), bool)
-        for name, word in ((name, word) for name, word in wanted.items() if word):
-            if word not in self.value_counts[name]:
-                raise UsageError(
-                    f"no recording has this {name}",
-                    code="no-matching-recording",
-                    found=repr(word),
-                    expected=", ".join(self.value_counts[name]) or f"no recording has a {name}",
-                )
+        named = {name: word for name, word in wanted.items() if word}
+        for name, word in named.items():
             fits &= [word == value or name == "flag" and word in value for value in self.table[name]]
         if not fits.any():
+            known = [f"{name} {', '.join(self.value_counts[name]) or '(none)'}" for name in named]
             raise UsageError(
-                "no recording matches the filter", code="no-matching-recording", found=filter_text(wanted)
+                "no recording matches the filter",
+                code="no-matching-recording",
+                found=filter_text(wanted),
+                expected="; ".join(known),
             )
         return np.flatnonzero(fits)
 
 # %% ../../nbs/insight/explore.ipynb #95c7ed86
-def recordings_of_scan(
-    manifest: Manifest,  # of scan(root, content=True)
-) -> Recordings:  # raises DataError if no recording is usable
-    "Return the usable recordings of a scan."
+def recordings_of_scan(manifest: Manifest) -> Recordings:
+    "Return the usable recordings of scan(root, content=True); raises DataError if there is none."
     places: list[Any] = [(listing, k) for listing in manifest.listings for k in range(len(listing))]
     shown = [listing.show(k) for listing, k in places]
     kinds = manifest.problems.groupby("path")["kind"].agg(list).to_dict()
@@ -139,12 +120,11 @@ def recordings_of_scan(
     return Recordings(manifest, manifest.table.assign(place=places, shown=shown, flag=flags)[usable])
 
 # %% ../../nbs/insight/explore.ipynb #1905df65
-def row_features(
-    recordings: Recordings,
-    row: int,  # number in the table
-    engine: Engine,  # its spec applies
-) -> tuple[np.ndarray, str, np.ndarray]:  # samples [N]; conversions, "ok": none; [L, S, M, T] float16 dB
-    "Read a recording, and convert and compute it as a build does; raises RecordingError."
+def row_features(recordings: Recordings, row: int, engine: Engine) -> tuple[np.ndarray, str, np.ndarray]:
+    """Read a row of the table, and convert and compute it as a build does; raises RecordingError.
+
+    Returns samples [N], the conversions ("ok": none), and mels [L, S, M, T] float16 dB.
+    """
     listing, k = recordings.table["place"].iloc[row]
     slot = Slot(1, engine.spec)
     slot.begin(None, 0, k, 1)
@@ -167,11 +147,11 @@ def split_spectra(
     rows = np.flatnonzero((table["split"] == split) & ~table["silent"].astype(bool))
     even = rows[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64))]
     with open_engine("auto", spec, device="cpu") as engine, ThreadPoolExecutor(engine.workers) as pool:
-        means = pool.map(
-            lambda row: row_features(recordings, row, engine)[2].mean(axis=(0, 1, 3), dtype=np.float32),
-            even.tolist(),
-        )
-        spectra = np.array(list(means), np.float32)
+
+        def mean_of(row: int) -> np.ndarray:
+            return row_features(recordings, row, engine)[2].mean(axis=(0, 1, 3), dtype=np.float32)
+
+        spectra = np.array(list(pool.map(mean_of, even.tolist())), np.float32)
     some = "all" if len(even) == len(rows) else f"an even sample of {len(even):,} of"
     text = f"{show_path(split) or 'one folder'}: {some} {len(rows):,} recordings that are not silent"
     return spectra.reshape(-1, spec.n_mels), [show_path(x) for x in table["label"].iloc[even]], text
@@ -251,16 +231,13 @@ MAX_BORDERS = 240  # of one kind
 MAX_COLUMNS = 800  # of the spectrogram
 
 
-def sample_range(spec: MelSpec, segments: range) -> tuple[int, int]:  # half-open
-    "Return the samples of long segments."
+def sample_range(spec: MelSpec, segments: range) -> tuple[int, int]:
+    "Return the first sample of long segments, and that after the last."
     return segments.start * spec.long_hop, (segments.stop - 1) * spec.long_hop + spec.long_window
 
 
-def envelope(
-    samples: np.ndarray,  # [n]
-    most: int = MAX_POINTS,  # points
-) -> tuple[np.ndarray, np.ndarray]:  # sample indices and values, at most `most`
-    "Return the samples, or the minimum and maximum of each block of samples."
+def envelope(samples: np.ndarray, most: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    "Return indices and values of the samples, or of minimum and maximum of each block, at most `most`."
     n = len(samples)
     if n <= most:
         return np.arange(n), samples
@@ -269,11 +246,8 @@ def envelope(
     return np.repeat(starts, 2) + np.tile([0, 1], len(starts)), values.ravel()
 
 
-def borders(
-    spec: MelSpec,
-    segments: range,  # long ones
-) -> tuple[np.ndarray, np.ndarray]:  # sample indices, of long segments and of the short segments in them
-    "Return the borders of segments."
+def borders(spec: MelSpec, segments: range) -> tuple[np.ndarray, np.ndarray]:
+    "Return the sample indices of the borders of long segments, and of the short segments in them."
     long = np.array(segments) * spec.long_hop
     short = np.add.outer(long, np.arange(spec.row_shape[1]) * spec.short_hop)
     outer = np.unique([long, long + spec.long_window])
@@ -281,13 +255,12 @@ def borders(
 
 # %% ../../nbs/insight/explore.ipynb #f642dd0a
 def mel_columns(
-    mels_db: np.ndarray,  # [L, S, M, T]
-    spec: MelSpec,
-    segments: range,
-) -> tuple[
-    np.ndarray, np.ndarray, np.ndarray
-]:  # centre of each column [D], s; dB [M, D]; frame starts, samples
-    "Return the mel spectrogram of long segments, each frame once."
+    mels_db: np.ndarray, spec: MelSpec, segments: range
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the mel spectrogram of long segments of mels [L, S, M, T], each frame once.
+
+    The result is the centre of each column [D] in s, the levels [M, D] in dB, and the starts of all frames in samples.
+    """
     starts, index = np.unique(spec.grid.frame_starts[segments], return_index=True)
     flat = mels_db[segments].transpose(2, 0, 1, 3).reshape(spec.n_mels, -1)[:, index].astype(np.float32)
     times = (starts + spec.n_fft / 2) / spec.sample_rate
@@ -296,40 +269,15 @@ def mel_columns(
     middle = np.minimum(first + each // 2, len(starts) - 1)
     return times[middle], np.maximum.reduceat(flat, first, axis=1), starts
 
-
-def bin_levels_db(
-    samples: np.ndarray,  # [N] int16 or float
-    spec: MelSpec,
-    starts: np.ndarray,  # of frames, samples
-    most: int = 512,  # frames, an even sample
-) -> np.ndarray:  # [F] dB re a magnitude of 1 of the unscaled FFT of samples from -1 to 1
-    "Return the mean magnitude of each FFT bin over frames."
-    even = np.unique(np.linspace(0, len(starts) - 1, min(most, len(starts))).astype(np.int64))
-    windows = np.lib.stride_tricks.sliding_window_view(as_float(samples), spec.n_fft)[starts[even]]
-    magnitude = np.abs(np.fft.rfft(windows * hann_periodic(spec.n_fft))).mean(axis=0)
-    return 20 * np.log10(np.maximum(magnitude, 1e-10))
-
 # %% ../../nbs/insight/explore.ipynb #c8a3f780
-_COLOR_BAR = dict(
-    title=dict(text="mel level (dB)", side="top"),
-    orientation="h",
-    x=0.89,
-    xanchor="center",
-    y=0.74,
-    yanchor="bottom",
-    len=0.2,
-    thickness=10,
-    outlinewidth=0,
-    nticks=4,
-)
+_BAR_PLACE = dict(orientation="h", x=0.89, xanchor="center", y=0.74, yanchor="bottom", len=0.2, thickness=10)
+_COLOR_BAR = _BAR_PLACE | dict(title=dict(text="mel level (dB)", side="top"), outlinewidth=0, nticks=4)
 
 
-def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, hover: str = "") -> Trace:
+def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, **look: Any) -> Trace:
     "Return a line trace."
-    look = dict(mode="lines", line=dict(color=colour, width=1))
-    return dict(type="scatter", name=name, x=f32(x), y=f32(y), **look) | (
-        dict(hovertemplate=hover) if hover else dict(hoverinfo="skip")
-    )
+    line = dict(mode="lines", line=dict(color=colour, width=1))
+    return dict(type="scatter", name=name, x=f32(x), y=f32(y), **line) | look
 
 
 def _wave_traces(samples: np.ndarray, spec: MelSpec, segments: range) -> list[Trace]:
@@ -337,13 +285,13 @@ def _wave_traces(samples: np.ndarray, spec: MelSpec, segments: range) -> list[Tr
     start, stop = sample_range(spec, segments)
     at, values = envelope(as_float(samples[start:stop]))
     top = max(float(np.abs(values).max()), 1 / 32_768)
-    hover = "%{y:.4f} at %{x:.3f} s<extra></extra>"
-    traces = [_curve("waveform", (start + at) / spec.sample_rate, values, "#1F82C6", hover)]
+    look = {"hovertemplate": "%{y:.4f} at %{x:.3f} s<extra></extra>"}
+    traces = [_curve("waveform", (start + at) / spec.sample_rate, values, "#1F82C6", **look)]
     kinds = (("long segments", 1.1 * top, "#D55E00"), ("short segments", 0.85 * top, "#009E73"))
     for (name, reach, colour), where in zip(kinds, borders(spec, segments)):
         if len(where) <= MAX_BORDERS:
             x, y = np.repeat(where / spec.sample_rate, 3), np.tile([-reach, reach, np.nan], len(where))
-            traces.append(_curve(name, x, y, colour) | {"zorder": -1})  # behind the waveform
+            traces.append(_curve(name, x, y, colour, hoverinfo="skip", zorder=-1))  # behind the waveform
     return traces
 
 
@@ -366,9 +314,7 @@ def recording_figure(state: Explorer) -> "go.Figure":  # raises LeakmelError if 
     spec, segments = state.spec, state.segments
     samples, status, mels = state.read()
     times, picture, starts = mel_columns(mels, spec, segments)
-    levels = bin_levels_db(samples, spec, starts)
-    hz = np.arange(len(levels)) * spec.sample_rate / spec.n_fft
-    fig = styled_subplots(
+    fig = plots.styled_subplots(
         rows=2,
         cols=2,
         column_widths=[0.76, 0.24],
@@ -378,10 +324,10 @@ def recording_figure(state: Explorer) -> "go.Figure":  # raises LeakmelError if 
         shared_xaxes="columns",
         specs=[[{}, None], [{}, {}]],
     )
-    low, high = colour_range(picture, 80)
+    low, high = plots.colour_range(picture, 80)
     heat = dict(
         type="heatmap",
-        z=whole_db(picture, low, high),
+        z=plots.whole_db(picture, low, high),
         x=f32(times),
         y=f32(spec.mel_hz),
         zmin=low,
@@ -391,21 +337,20 @@ def recording_figure(state: Explorer) -> "go.Figure":  # raises LeakmelError if 
         colorbar=_COLOR_BAR,
         hovertemplate="%{z} dB at %{x:.3f} s, %{y:.0f} Hz<extra></extra>",
     )
-    step = -(-len(levels) // MAX_POINTS)
-    hover = "%{x:.1f} dB at %{y:.0f} Hz"
-    bands = _curve("mel bands", picture.mean(axis=1, dtype=np.float64), spec.mel_hz, "#D55E00", hover)
-    bins = _curve("FFT bins", levels[::step], hz[::step], "rgba(128,128,128,0.8)", hover)
-    places = {(1, 1): _wave_traces(samples, spec, segments), (2, 1): [heat], (2, 2): [bins, bands]}
+    levels = picture.mean(axis=1, dtype=np.float64)
+    hover = "%{x:.1f} dB at %{y:.0f} Hz<extra></extra>"
+    bands = _curve("mel bands", levels, spec.mel_hz, "#D55E00", hovertemplate=hover)
+    places = {(1, 1): _wave_traces(samples, spec, segments), (2, 1): [heat], (2, 2): [bands]}
     for (row, col), traces in places.items():
         fig.add_traces(traces, [row] * len(traces), [col] * len(traces))
     _set_axes(fig, spec, segments)
-    facts, inside = state.facts, (hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz)
-    loudest_hz = hz[np.where(inside, levels, -np.inf).argmax()]
+    facts = state.facts
+    loudest_hz = spec.mel_hz[levels.argmax()]
     level = f"{facts['rms_db']:.0f} dB re full scale, loudest at {loudest_hz:,.0f} Hz"
     title = ", sensor ".join(plain_text(facts[name]) for name in ("label", "sensor") if facts[name])
     title += f": {level if facts['rms_db'] > SILENT_DB else 'the recording is silent'}"
-    fig = apply_style(fig, title, _subtitle(state, status, len(starts), len(times)), 580)
-    return fig.update_layout(margin=dict(t=fig.layout.margin.t + 8), font=dict(color=TEXT_COLOUR))
+    fig = plots.apply_style(fig, title, _subtitle(state, status, len(starts), len(times)), 580)
+    return fig.update_layout(margin=dict(t=fig.layout.margin.t + 8))
 
 
 def _subtitle(state: Explorer, status: str, n_frames: int, n_columns: int) -> str:
@@ -426,11 +371,11 @@ def _subtitle(state: Explorer, status: str, n_frames: int, n_columns: int) -> st
     return "; ".join(filter(None, parts))
 
 # %% ../../nbs/insight/explore.ipynb #189f5153
-def playback_part(
-    state: Explorer,
-    louder: bool = False,  # amplify to a common level
-) -> tuple[bytes, str]:  # 16-bit WAV file and a description; raises LeakmelError
-    "Return the selected segments for playback, at the rate of the recording."
+def playback_part(state: Explorer, louder: bool = False) -> tuple[bytes, str]:
+    """Return the selected segments as a 16-bit WAV file at the rate of the recording, and a description.
+
+    `louder` amplifies to a common level. Raises LeakmelError.
+    """
     listing, k = state.facts["place"]
     start_s, stop_s = (n / state.spec.sample_rate for n in sample_range(state.spec, state.segments))
     stop_s = min(stop_s, start_s + MAX_PLAYED_S)
@@ -444,8 +389,8 @@ _STATUS = """<div role='status' style='max-width:1000px;margin:4px 0;padding:2px
 {%- else %}{{ text }}{% endif %}</div>"""
 
 
-def status_line(text: str, error: str = "") -> dict[str, str]:  # output of a notebook
-    "Return a status text, with the error message of a rejected change if there is one."
+def status_line(text: str, error: str = "") -> dict[str, str]:
+    "Return a status text as output of a notebook, with the error message of a rejected change if there is one."
     plain = f"Rejected: {error} (unchanged: {text})" if error else text
     return {"text/plain": plain, "text/html": filled(_STATUS, text=text, error=error)}
 
@@ -464,31 +409,19 @@ def _spec_text(state: Explorer) -> str:
     )
 
 # %% ../../nbs/insight/explore.ipynb #90782102
-def open_explorer(
-    parameters: dict[str, Any],  # as explore_kinds lists them
-    *,
-    progress: str = "auto",
-) -> Explorer:  # raises LeakmelError for invalid parameters
-    "Scan the recordings, apply the filter and resolve the spec."
+def open_explorer(parameters: dict[str, Any], *, progress: str = "auto") -> Explorer:
+    "Scan the recordings, apply the filter and resolve the spec; raises LeakmelError for invalid parameters."
     root, _ = find_data(parameters["data_root"], progress=progress)
-    names = {
-        "table": parameters["table"],
-        "columns": parameters["columns"] or None,
-        "pattern": parameters["pattern"],
-    }
+    names: dict[str, Any] = {name: parameters[name] or None for name in ("table", "columns", "pattern")}
     recordings = recordings_of_scan(scan(root, content=True, progress=progress, **names))
     state = Explorer(recordings, spec_changes(parameters)[0])
-    wanted = {name: parameters[name] for name in FILTERS} | {
-        "split": split_name(parameters["split"]) or parameters["split"]
-    }
-    state.filter_recordings(**wanted)
+    split = split_name(parameters["split"]) or parameters["split"]
+    state.filter_recordings(**{name: parameters[name] for name in FILTERS} | {"split": split})
     return state
 
 
-def shows_controls(
-    controls: bool | None,  # parameter of the notebook; None: only in an interactive session
-) -> bool:
-    "Return whether widgets are shown; environment variables of Jupyter and VS Code mark an interactive session."
+def shows_controls(controls: bool | None) -> bool:
+    "Return whether widgets are shown; None: where Jupyter or VS Code mark the session as interactive."
     return bool({"JPY_SESSION_NAME", "VSCODE_PID"} & set(os.environ)) if controls is None else controls
 
 # %% ../../nbs/insight/explore.ipynb #d5ec1465
@@ -502,29 +435,23 @@ _LENGTHS = {
 _RATES = (4096, 8000, 16_000)  # Hz; of these, those that some recording reaches
 
 
-def window_options(
-    spec: MelSpec,
-) -> dict[str, list[tuple[str, int]]]:  # setting -> labels and values, samples
-    "Return the common lengths of each window and of the hop, labelled with ms, samples and Hz per bin of a window of that length."
+def window_options(spec: MelSpec) -> dict[str, list[tuple[str, int]]]:
+    "Return labels (ms, samples, and Hz per bin of such a window) and values of common lengths of windows and hop."
     rate = spec.sample_rate
 
     def label(name: str, n: int) -> str:
         ms, hz = (f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (1000 * n / rate, rate / n))
         return f"{ms} ms, {n:,} samples" + ("" if name == "hop_length" else f", {hz} Hz")
 
-    return {
-        name: [
-            (label(name, n), n) for n in sorted({*values, getattr(spec, name)}) if n <= getattr(spec, limit)
-        ]
-        for name, (values, limit) in _LENGTHS.items()
-    }
+    found = {}
+    for name, (values, limit) in _LENGTHS.items():
+        fitting = [n for n in sorted({*values, getattr(spec, name)}) if n <= getattr(spec, limit)]
+        found[name] = [(label(name, n), n) for n in fitting]
+    return found
 
 
-def rate_options(
-    recordings: Recordings,
-    present: int,  # Hz, the rate of the spec
-) -> list[tuple[str, int]]:  # labels and values, Hz
-    "Return the sample rates of the recordings, with their number, and the common rates up to the highest of them."
+def rate_options(recordings: Recordings, present: int) -> list[tuple[str, int]]:
+    "Return labels and values of the rates of the recordings and the spec, and of common ones up to the highest."
     counts = Counter(int(rate) for rate in recordings.table["sample_rate"])
     rates = {*counts, present, *(rate for rate in _RATES if rate <= max(counts))}
     return [(f"{rate:,} Hz ({counts[rate]:,})", rate) for rate in sorted(rates)]
@@ -562,10 +489,8 @@ class Controls:
         self.state = state = view.state
         self.is_updating = False
         self.widgets: dict[str, Any] = {
-            "previous": _button(
-                "\u25c0 previous", "110px", lambda: self._step(-1), tooltip="the previous recording"
-            ),
-            "next": _button("next \u25b6", "110px", lambda: self._step(1), tooltip="the next recording"),
+            "previous": _button("\u25c0 previous", "110px", lambda: self._step(-1)),
+            "next": _button("next \u25b6", "110px", lambda: self._step(1)),
             "louder": w.Checkbox(description="amplified sound", indent=False, layout=w.Layout(width="170px")),
         }
 
@@ -782,7 +707,7 @@ class ExploreView:
             return
         self.split_shown = (spec, split, text)
         self._show("split_line", status_line(f"{text}."))
-        self._draw("split_figure", spectrum_by_label(spectra, labels, spec.mel_hz))
+        self._draw("split_figure", plots.spectrum_by_label(spectra, labels, spec.mel_hz))
 
     def write(self) -> None:
         "Write the spec file and show the build command."

@@ -20,7 +20,7 @@ import leakmel as lm
 from leakmel.audio.synth import wav_bytes
 from leakmel.audio.wav import Recording
 from leakmel.core.errors import DataError, OutputError, explain, show_path
-from leakmel.core.run_plan import write_run_file
+from leakmel.core.operation import write_run_file
 
 # %% ../../nbs/insight/page_figures.ipynb #6bb0a1cc
 PLOTLY = "application/vnd.plotly.v1+json"

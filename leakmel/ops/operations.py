@@ -14,10 +14,9 @@ from typing import Any, Literal
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError, explain, missing_remedy, show_path
 from leakmel.core.files import replacing
-from leakmel.core.operation import Operation, Outcome, Run, Texts, operation, option, refuse_unused
+from leakmel.core.operation import Operation, Outcome, Run, Texts, operation, option, refuse_unused, user_path
 from leakmel.core.parameters import Kinds
 from leakmel.core.progress import Progress, print_error
-from leakmel.core.run_plan import user_path
 from leakmel.core.threads import start_process
 from leakmel.operations import WithFeatures
 

@@ -37,7 +37,7 @@ from leakmel.core.errors import (
 from leakmel.core.files import digest_of_file, read_own_json, require_space, sealed_json, write_errors
 from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
-from leakmel.core.run_plan import user_path
+from leakmel.core.operation import user_path
 from leakmel.sets.catalogue import LeakSet, NamedRecording, set_named
 
 # %% ../../nbs/sets/fetch.ipynb #8cd68023

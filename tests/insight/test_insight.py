@@ -8,9 +8,9 @@ from each import each
 
 from leakmel.core.errors import DataError
 from leakmel.core.timeline import STAGES, Gauge, Span, Timeline, covered_s, merge_lanes, pieces_by_lane
-from leakmel.core.timeline import analyse, attribute, interval_s, queue_stats, report_text, stage_table
+from leakmel.core.timeline import analyse, attribute, interval_s, queue_stats, stage_table
 from leakmel.insight.plots import MAX_POINTS, STAGE_COLORS, frame_starts_s, mels_by_label
-from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
+from leakmel.insight.plots import batch_timeline, utilization
 
 pytestmark = pytest.mark.quick
 
@@ -131,7 +131,7 @@ def test_other_splits_do_not_count_but_global_spans_do():
 
 def test_an_empty_timeline():
     assert attribute(Timeline()) == {}
-    assert len(stage_table(Timeline()).splitlines()) == 3
+    assert len(stage_table(Timeline()).splitlines()) == 5
     assert analyse(Timeline()).limit_text == "No span was recorded."
     assert attribute(timeline_of(Span("read", "a", 1, 1))) == {"wait": 0.0}
 
@@ -145,7 +145,12 @@ def test_stage_table_counts_work_and_wall_apart():
         Span("read", "r1", 1, 4, "T", 1, 32, 20_000_000),
         Span("compute", "e", 6, 8, "T", 0, 64),
     ]
-    head, _, read, compute, wait, _ = map(str.split, stage_table(timeline_of(*spans)).splitlines())
+    timeline = timeline_of(*spans)
+    timeline.gauges = [Gauge("queue.compute", 0, 1)]
+    lines = stage_table(timeline).splitlines()
+    head, _, read, compute, wait, _, queue, *_ = map(str.split, lines)
+    assert len({len(line) for line in lines[:6]}) == 1
+    assert " ".join(queue) == "queue.compute: mean 1.00, max 1"
     assert " ".join(head) == "stage spans total s mean ms max ms files MB/s exclusive s share"
     assert read == ["read", "2", "5.000", "2500.00", "3000.00", "64", "10.0", "4.000", "50.0", "%"]
     assert compute == ["compute", "1", "2.000", "2000.00", "2000.00", "64", "2.000", "25.0", "%"]
@@ -165,26 +170,9 @@ def test_queue_of_a_split_starts_with_the_previous_value():
     assert queue_stats(timeline, "A") == {"q": (5.0, 9.0)}
 
 
-def test_report_names_numbers_and_limiting_stage():
-    timeline = timeline_of(
-        Span("read", "r", 0, 1, "T", 0, 100, 8_000_000), Span("compute", "e", 1, 4, "T", 0, 100)
-    )
-    timeline.gauges = [Gauge("queue.compute", 0, 1)]
-    text = report_text(timeline, title="TRAINING", found=100, rows=98, rejected=2, seconds=5.0)
-    lines = text.splitlines()
-    assert lines[0] == "TRAINING: 100 files found, 98 rows, 2 rejected, 5.00 s"
-    assert lines[1].startswith("20 files found per second")
-    assert any(line.startswith("The limiting stage is compute: ") for line in lines)
-    assert "queue.compute: mean 1.00, max 1" in lines
-    assert "1.000 s of the build lie outside all spans." in lines
-    rows = [line for line in lines if line.startswith(("stage", "read", "compute", "sum"))]
-    assert len({len(r) for r in rows}) == 1
-    assert text.isprintable() or set(text) - set("\n") <= {c for c in text if c.isprintable()}
-
-
 @pytest.mark.parametrize("timeline", [Timeline(), timeline_of(Span("read", "a", 0, 0))])
-def test_report_of_an_almost_empty_timeline(timeline):
-    assert "0 files found" in report_text(timeline, title="x", found=0, rows=0, rejected=0, seconds=0.0)
+def test_stage_table_of_an_almost_empty_timeline(timeline):
+    assert "sum" in stage_table(timeline)
 
 
 # ---- figures
@@ -234,29 +222,10 @@ def check_look(fig, limit: int = 300_000) -> None:
         assert trace.z is not None if trace.type == "heatmap" else len(trace.x) < 2000
 
 
-def test_exclusive_bar_holds_the_shares():
-    timeline = small_run()
-    fig = exclusive_bar(timeline)
-    check_look(fig)
-    assert list(fig.data[0].y) == ["all splits", "A", "B"]
-    for row, split in enumerate([None, "A", "B"]):
-        for stage, seconds in attribute(timeline, split).items():
-            if seconds:
-                assert values(fig, stage.replace("_", " ").capitalize())[row] == pytest.approx(seconds)
-    for trace in fig.data:
-        assert trace.marker.color in STAGE_COLORS.values()
-
-
-def test_exclusive_bar_of_one_split_and_of_nothing():
-    one = timeline_of(Span("compute", "e", 0, 3, "A"), Span("read", "r", 3, 4, "A"))
-    assert exclusive_bar(one).layout.title.text == "Compute takes 75 % of 4.00 s"
-    assert list(values(exclusive_bar(one), "Compute")) == [3]
-    assert exclusive_bar(Timeline()).layout.title.text == "No span was recorded"
-
-
 def test_batch_timeline_has_a_bar_per_span():
     fig = batch_timeline(small_run())
     check_look(fig)
+    assert {trace.marker.color for trace in fig.data} <= set(STAGE_COLORS.values())
     assert list(values(fig, "Compute")) == [4, 2]
     assert list(values(fig, "Compute", "base")) == [3, 7]
     assert list(fig.layout.yaxis.ticktext) == ["main", "reader-0", "reader-1", "engine", "writer"]

@@ -25,7 +25,7 @@ from leakmel.core.files import write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import Monitor
 from leakmel.core.progress import announce
-from leakmel.core.run_plan import RowTable, user_path, write_summary
+from leakmel.core.operation import RowTable, user_path, write_summary
 from leakmel.learn.data.groups import Group
 from leakmel.learn.data.segments import BINARY, LEFT_OUT
 from leakmel.learn.data.splits import Split, recordings_table
