@@ -115,7 +115,7 @@ def columns_of(source: ExportSource, start: int, stop: int) -> dict[str, Any]:
     "Return the columns of some rows, lists of texts or arrays; raises VerifyError for a damaged file."
     data, file = source.data, source.data.file
     labels = data.labels[start:stop]
-    page = {"row": np.arange(start, stop), "split": [source.split] * (stop - start)}
+    page: dict[str, Any] = {"row": np.arange(start, stop), "split": [source.split] * (stop - start)}
     page |= {"label": [data.class_names[k] for k in labels.tolist()], "label_id": labels.astype(np.int16)}
     with damage_errors(data.path):
         page |= path_columns(file["files/path"][start:stop].tolist())
