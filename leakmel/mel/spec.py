@@ -22,18 +22,13 @@ _SLANEY_BREAK_HZ = 1000.0
 _SLANEY_LOG_STEP = math.log(6.4) / 27
 
 
-def hz_to_mel(
-    hz: np.ndarray | float,  # frequency, Hz
-    scale: Literal["htk", "slaney"],
-) -> np.ndarray:  # mel
-    "Convert frequency to a mel scale."
+def hz_to_mel(hz: np.ndarray | float, scale: Literal["htk", "slaney"]) -> np.ndarray:  # mel
+    "Convert frequency, Hz, to a mel scale."
     hz = np.asarray(hz, np.float64)
     if scale == "htk":
         return 2595 * np.log10(1 + hz / 700)
-    log_part = (
-        _SLANEY_BREAK_HZ / _SLANEY_HZ_PER_MEL
-        + np.log(np.maximum(hz, 1e-9) / _SLANEY_BREAK_HZ) / _SLANEY_LOG_STEP
-    )
+    ratio = np.log(np.maximum(hz, 1e-9) / _SLANEY_BREAK_HZ)
+    log_part = _SLANEY_BREAK_HZ / _SLANEY_HZ_PER_MEL + ratio / _SLANEY_LOG_STEP
     return np.where(hz < _SLANEY_BREAK_HZ, hz / _SLANEY_HZ_PER_MEL, log_part)
 
 
@@ -43,37 +38,25 @@ def mel_to_hz(mel: np.ndarray | float, scale: Literal["htk", "slaney"]) -> np.nd
     if scale == "htk":
         return 700 * (10 ** (mel / 2595) - 1)
     break_mel = _SLANEY_BREAK_HZ / _SLANEY_HZ_PER_MEL
-    return np.where(
-        mel < break_mel,
-        mel * _SLANEY_HZ_PER_MEL,
-        _SLANEY_BREAK_HZ * np.exp(_SLANEY_LOG_STEP * (mel - break_mel)),
-    )
+    log_part = _SLANEY_BREAK_HZ * np.exp(_SLANEY_LOG_STEP * (mel - break_mel))
+    return np.where(mel < break_mel, mel * _SLANEY_HZ_PER_MEL, log_part)
 
 # %% ../../nbs/mel/spec.ipynb #9a282d3f
-def mel_corners_hz(
-    n_mels: int, f_min_hz: float, f_max_hz: float, scale: Literal["htk", "slaney"]
-) -> np.ndarray:  # [M + 2] Hz: lower corner, centres, upper corner
-    "Corner frequencies of the triangular filters."
-    low, high = hz_to_mel(f_min_hz, scale), hz_to_mel(f_max_hz, scale)
+def mel_corners_hz(spec: "MelSpec", n_mels: int) -> np.ndarray:
+    "Corner frequencies of so many triangular filters, [M + 2] Hz: lower corner, centres, upper corner."
+    scale = spec.mel_scale
+    low, high = hz_to_mel(spec.f_min_hz, scale), hz_to_mel(spec.top_hz, scale)
     return mel_to_hz(np.linspace(low, high, n_mels + 2), scale)
 
 
-def mel_filterbank(
-    sample_rate: int,  # Hz
-    n_fft: int,  # samples
-    n_mels: int,
-    f_min_hz: float,
-    f_max_hz: float,
-    scale: Literal["htk", "slaney"],
-    norm: Literal["slaney"] | None,
-) -> np.ndarray:  # [F, M] float64, F = n_fft // 2 + 1
+def mel_filterbank(spec: "MelSpec") -> np.ndarray:  # [F, M] float64, F = n_fft // 2 + 1
     "Triangular mel filters over the bins of a real FFT."
-    corners = mel_corners_hz(n_mels, f_min_hz, f_max_hz, scale)
-    bins_hz = np.arange(n_fft // 2 + 1) * sample_rate / n_fft
+    corners = mel_corners_hz(spec, spec.n_mels)
+    bins_hz = np.arange(spec.n_fft // 2 + 1) * spec.sample_rate / spec.n_fft
     rise = (bins_hz[:, None] - corners[:-2]) / (corners[1:-1] - corners[:-2])
     fall = (corners[2:] - bins_hz[:, None]) / (corners[2:] - corners[1:-1])
     bank = np.maximum(0, np.minimum(rise, fall))
-    return bank * (2 / (corners[2:] - corners[:-2])) if norm == "slaney" else bank
+    return bank * (2 / (corners[2:] - corners[:-2])) if spec.mel_norm == "slaney" else bank
 
 # %% ../../nbs/mel/spec.ipynb #19446b1d
 @dataclass(frozen=True, repr=False)
@@ -99,9 +82,8 @@ class MelSpec:
     short: Literal["pad", "reject"] = "pad"  # treatment of recordings shorter than duration_s
     long: Literal["cut", "reject"] = "cut"  # treatment of recordings longer than duration_s
     rate: Literal["resample", "reject"] = "resample"  # treatment of recordings of another rate
-    preset_name: str = field(
-        default="", compare=False
-    )  # name and version of the preset it was made from, for the record
+    # name and version of the preset it was made from, for the record
+    preset_name: str = field(default="", compare=False)
 
     def __post_init__(self):
         "Reject settings that cannot give meaningful features."
@@ -114,11 +96,8 @@ class MelSpec:
                 expected=f"more than 0 s and at most {MAX_SAMPLES:,} samples",
             )
         if not self.floor >= 1e-30:
-            raise SpecError(
-                "floor must be at least 1e-30, because float32 cannot hold much smaller values",
-                code="spec-range",
-                found=self.floor,
-            )
+            message = "floor must be at least 1e-30, because float32 cannot hold much smaller values"
+            raise SpecError(message, code="spec-range", found=self.floor)
         if not 0 <= self.f_min_hz < self.top_hz <= self.sample_rate / 2:
             raise SpecError(
                 "the frequency limits of the mel bands are invalid",
@@ -172,22 +151,14 @@ class MelSpec:
     @cached_property
     def filterbank(self) -> np.ndarray:
         "Mel filters [F, M] float64."
-        bank = mel_filterbank(
-            self.sample_rate,
-            self.n_fft,
-            self.n_mels,
-            self.f_min_hz,
-            self.top_hz,
-            self.mel_scale,
-            self.mel_norm,
-        )
+        bank = mel_filterbank(self)
         bank.setflags(write=False)  # shared by all callers
         return bank
 
     @property
     def mel_hz(self) -> np.ndarray:
         "Centre frequencies of the bands [M], Hz."
-        return mel_corners_hz(self.n_mels, self.f_min_hz, self.top_hz, self.mel_scale)[1:-1]
+        return mel_corners_hz(self, self.n_mels)[1:-1]
 
     def __repr__(self) -> str:
         n_long, n_short, n_frames = self.grid.shape
@@ -244,16 +215,8 @@ class MelSpec:
         return MelSpec(**(preset_values(full, changes.get("sample_rate")) | changes), preset_name=full)
 
 # %% ../../nbs/mel/spec.ipynb #c88c3f55
-_INTS = (
-    "sample_rate",
-    "long_window",
-    "long_hop",
-    "short_window",
-    "short_hop",
-    "n_fft",
-    "hop_length",
-    "n_mels",
-)
+WINDOW_FIELDS = ("long_window", "long_hop", "short_window", "short_hop", "n_fft", "hop_length")  # in samples
+_INTS = ("sample_rate", *WINDOW_FIELDS, "n_mels")
 _FLOATS = ("duration_s", "f_min_hz", "power", "floor", "f_max_hz")
 MAX_FFT = 2**20
 MAX_SAMPLES = 2**31 - 1  # of a recording: four days at 4,096 Hz
@@ -283,28 +246,26 @@ def _check_types(spec: MelSpec) -> None:
         # -0.0 becomes 0.0: equal numbers, equal text
         object.__setattr__(spec, name, int(value) if name in _INTS else float(value) + 0.0)
     for name, allowed in _CHOICES.items():
-        if getattr(spec, name) not in allowed:
-            raise SpecError(
-                f"{name} has an unknown value",
-                code="spec-choice",
-                found=repr(getattr(spec, name)),
-                expected=" or ".join(map(repr, allowed)),
-            )
+        if (value := getattr(spec, name)) not in allowed:
+            expected = " or ".join(map(repr, allowed))
+            message = f"{name} has an unknown value"
+            raise SpecError(message, code="spec-choice", found=repr(value), expected=expected)
 
 # %% ../../nbs/mel/spec.ipynb #c0d698a2
 def _empty_bands(spec: MelSpec, n_mels: int) -> np.ndarray:
     "Numbers of the bands that contain no frequency bin."
-    corners = mel_corners_hz(n_mels, spec.f_min_hz, spec.top_hz, spec.mel_scale)
+    corners = mel_corners_hz(spec, n_mels)
     bins_hz = np.arange(spec.n_fft // 2 + 1) * spec.sample_rate / spec.n_fft
     return np.flatnonzero(
         np.searchsorted(bins_hz, corners[:-2], "right") >= np.searchsorted(bins_hz, corners[2:], "left")
     )
 
 # %% ../../nbs/mel/spec.ipynb #ec34a4f4
-def frame_places(
-    spec: MelSpec,
-) -> tuple[np.ndarray, np.ndarray]:  # [D + 1] index of the first place of each distinct frame; [L S T] places
-    "Positions of all distinct frames: offset of the lowest band in a row; bands follow at a distance of T."
+def frame_places(spec: MelSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of all distinct frames: offset of the lowest band in a row; bands follow at a distance of T.
+
+    Return the index of the first place of each distinct frame, [D + 1], and the places, [L S T].
+    """
     n_long, n_short, n_mels, n_frames = spec.row_shape
     starts, index = spec.grid.distinct
     segment, t = np.divmod(np.argsort(index, axis=None, kind="stable"), n_frames)
@@ -320,21 +281,18 @@ PRESETS: dict[str, dict[str, Any]] = {  # of each name the newest version last
     "overlap@2": _OVERLAP,
 }
 PRESET_RATE = 4096  # Hz, the rate at which a preset has the windows listed here
-WINDOW_FIELDS = ("long_window", "long_hop", "short_window", "short_hop", "n_fft", "hop_length")  # in samples
 
 
-def window_scale(
-    sample_rate: int,  # Hz
-) -> float:  # a power of two, at least 1/4: shorter windows have too few bins for the bands
-    "Return the factor by which a preset's windows in samples change with the sample rate: the power of two nearest on a log scale."
+def window_scale(sample_rate: int) -> float:
+    """Return the factor by which a preset's windows in samples change with the sample rate.
+
+    It is the power of two nearest on a log scale, at least 1/4: shorter windows have too few bins for the bands.
+    """
     return max(0.25, 2.0 ** round(math.log2(sample_rate / PRESET_RATE)))
 
 
-def preset_values(
-    name: str,  # name and version, from PRESETS
-    sample_rate: Any = None,  # Hz; None or not a rate: that of the presets
-) -> dict[str, Any]:  # field -> value
-    "Return all fields of a preset at a sample rate, which are not checked together."
+def preset_values(name: str, sample_rate: Any = None) -> dict[str, Any]:
+    "Return all fields of a preset at a sample rate (not one: that of the presets), which are not checked together."
     values: dict[str, Any] = {f.name: f.default for f in fields(MelSpec) if f.name != "preset_name"}
     values |= PRESETS[name]
     if not name.endswith("@1") and isinstance(sample_rate, int | np.integer) and sample_rate > 0:
@@ -342,23 +300,17 @@ def preset_values(
     return values
 
 # %% ../../nbs/mel/spec.ipynb #745c57aa
-def spec_from_dict(
-    values: dict[str, Any],  # result of MelSpec.to_dict, possibly read from JSON
-) -> MelSpec:
-    "Restore a stored spec."
+def spec_from_dict(values: dict[str, Any]) -> MelSpec:
+    "Restore a stored spec, the result of `MelSpec.to_dict`, possibly read from JSON."
     known = {f.name for f in fields(MelSpec)}
     if wrong := sorted(set(values) - known):
-        raise SpecError(
-            f"this version of leakmel does not know the settings {', '.join(wrong)}",
-            code="unknown-spec-setting",
-        )
+        message = f"this version of leakmel does not know the settings {', '.join(wrong)}"
+        raise SpecError(message, code="unknown-spec-setting")
     return MelSpec(**values)
 
 # %% ../../nbs/mel/spec.ipynb #44e785a5
-def hann_periodic(
-    n: int,  # samples
-) -> np.ndarray:  # [n] float64
-    "Periodic Hann window."
+def hann_periodic(n: int) -> np.ndarray:
+    "Periodic Hann window of n samples, [n] float64."
     return 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(n) / n)
 
 # %% ../../nbs/mel/spec.ipynb #95171d46
@@ -370,9 +322,8 @@ def reference_log_mel(
     return reference_features(samples, spec).db
 
 
-_VALUES_AT_ONCE = (
-    1 << 17
-)  # frames are computed in groups: fewer calls of NumPy, each of which lets other threads take the lock
+# frames are computed in groups: fewer calls of NumPy, each of which lets other threads take the lock
+_VALUES_AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -387,9 +338,8 @@ def _bands(x: np.ndarray, bank: np.ndarray) -> np.ndarray:
     "x [..., frames, F] @ bank [F, M], a few frames at a time: for more, BLAS starts its own threads, whose busy waiting slows down others."
     whole = x.shape[-2] // 8 * 8
     first = x[..., :whole, :].reshape(*x.shape[:-2], whole // 8, 8, x.shape[-1]) @ bank
-    return np.concatenate(
-        [first.reshape(*x.shape[:-2], whole, bank.shape[-1]), x[..., whole:, :] @ bank], axis=-2
-    )
+    first = first.reshape(*x.shape[:-2], whole, bank.shape[-1])
+    return np.concatenate([first, x[..., whole:, :] @ bank], axis=-2)
 
 
 def reference_features(samples: np.ndarray, spec: MelSpec) -> Reference:
@@ -407,17 +357,15 @@ def reference_features(samples: np.ndarray, spec: MelSpec) -> Reference:
     long, short, t = np.ogrid[:n_long, :n_short, :n_frames]
     places = (long * spec.long_hop + short * spec.short_hop + t * spec.hop_length).ravel()
     starts, frames = np.unique(places, return_inverse=True)  # segments that overlap share frames
-    windows = np.lib.stride_tricks.sliding_window_view(
-        samples, spec.n_fft, axis=-1
-    )  # [..., start, n_fft], nothing copied
+    # [..., start, n_fft], nothing copied
+    windows = np.lib.stride_tricks.sliding_window_view(samples, spec.n_fft, axis=-1)
     db = np.empty((*samples.shape[:-1], len(starts), spec.n_mels))
     strongest = np.empty((*samples.shape[:-1], len(starts)))
     step = max(1, _VALUES_AT_ONCE // max(1, samples[..., 0].size * spec.n_fft))
     for some in (slice(i, i + step) for i in range(0, len(starts), step)):
         magnitude = np.abs(np.fft.rfft(windows[..., starts[some], :] * window))  # [..., frames, bins]
-        db[..., some, :] = (20 / spec.power) * np.log10(
-            np.maximum(_bands(magnitude**spec.power, spec.filterbank), spec.floor)
-        )
+        mels = _bands(magnitude**spec.power, spec.filterbank)
+        db[..., some, :] = (20 / spec.power) * np.log10(np.maximum(mels, spec.floor))
         strongest[..., some] = 20 * np.log10(np.maximum(magnitude.max(axis=-1), 1e-30))
     shape = (*samples.shape[:-1], n_long, n_short, n_frames)
     return Reference(
@@ -435,10 +383,8 @@ FLOAT32_NOISE = 2.0**-23  # twice the unit roundoff of float32
 _HALF_STEPS = np.append(2.0 ** (np.maximum(np.arange(31), 1) - 26.0), np.nan)
 
 
-def half_step(
-    values: np.ndarray,  # dB
-) -> np.ndarray:  # dB
-    "Half the distance between neighbouring float16 numbers."
+def half_step(values: np.ndarray) -> np.ndarray:
+    "Half the distance between neighbouring float16 numbers, dB."
     return _HALF_STEPS[np.abs(values).astype(np.float16).view(np.uint16) >> 10]
 
 
@@ -456,9 +402,8 @@ def bounds_of(reference: Reference, spec: MelSpec) -> Bounds:
     right = reference.db
     gain = spec.filterbank.sum(axis=0) ** (1 / spec.power)  # gain of a band for equal noise in all bins
     # level of the strongest part of each frame, weighted as in each band
-    strongest = np.maximum(
-        right.max(axis=-2, keepdims=True), reference.strongest_db + 20 * np.log10(gain)[:, None]
-    )
+    weighted = reference.strongest_db + 20 * np.log10(gain)[:, None]
+    strongest = np.maximum(right.max(axis=-2, keepdims=True), weighted)
     slack = half_step(right) + TOLERANCE_DB
     bounds = Bounds(right, right - slack, right + slack, right >= strongest - DEEP_DB)
     deep = ~bounds.upper
@@ -485,9 +430,8 @@ class Comparison:
     @property
     def ok(self) -> bool:
         "Whether all values and the mean are within the tolerance."
-        limit = MEAN_TOLERANCE_DB * max(
-            1.0, (10_000 / max(self.n_values, 1)) ** 0.5
-        )  # fewer values, wider mean
+        # fewer values, wider mean
+        limit = MEAN_TOLERANCE_DB * max(1.0, (10_000 / max(self.n_values, 1)) ** 0.5)
         return self.n_wrong == 0 and abs(self.mean_db) < limit
 
 
@@ -507,29 +451,16 @@ def compare_each(
         upper = upper & finite
         miss = np.where(finite, np.maximum(low - got, got - high), np.inf)
         worst = [int(each.argmax()) if n else 0 for each, n in zip(miss, n_wrong)]
-    alike = right.astype(features_db.dtype).astype(
-        np.float64
-    )  # equal frames have equal rounding errors, which do not average out
+    # equal frames have equal rounding errors, which do not average out
+    alike = right.astype(features_db.dtype).astype(np.float64)
     largest = np.abs(got - right).max(axis=axes, where=upper, initial=0.0)
-    mean = np.subtract(got, alike, where=upper, out=np.zeros_like(got)).sum(axis=axes) / np.maximum(
-        upper.sum(axis=axes), 1
-    )
-    return [
-        Comparison(
-            got[0].size,
-            int(n),
-            float(most),
-            float(m),
-            tuple(int(i) for i in np.unravel_index(k, got.shape[1:])) if k else (0,) * (got.ndim - 1),
-        )
-        for n, most, m, k in zip(n_wrong, largest, mean, worst)
-    ]
+    total = np.subtract(got, alike, where=upper, out=np.zeros_like(got)).sum(axis=axes)
+    mean = total / np.maximum(upper.sum(axis=axes), 1)
+    places = [tuple(map(int, np.unravel_index(k, got.shape[1:]))) for k in worst]
+    figures = zip(n_wrong.tolist(), largest.tolist(), mean.tolist(), places)
+    return [Comparison(got[0].size, *each) for each in figures]
 
 
-def compare(
-    features_db: np.ndarray,  # [..., M, T] float16 or float32
-    reference: Reference,  # of the same recordings
-    spec: MelSpec,
-) -> Comparison:
-    "Compare the features of one or more recordings with the reference."
+def compare(features_db: np.ndarray, reference: Reference, spec: MelSpec) -> Comparison:
+    "Compare features, [..., M, T] float16 or float32, of one or more recordings with the reference."
     return compare_each(features_db[None], Bounds(*(x[None] for x in bounds_of(reference, spec))))[0]

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from subprocess import DEVNULL, PIPE
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,38 +24,17 @@ import leakmel as lm
 from leakmel.audio.manifest import Manifest, check_manifest
 from leakmel.audio.wav import cached_share
 from leakmel.audio.synth import WAV_BYTES, split_counts, write_demo
-from leakmel.core.errors import (
-    DataError,
-    LeakmelError,
-    MachineError,
-    OutputError,
-    UsageError,
-    VerifyError,
-    explain,
-    show_path,
-)
+from leakmel.core import errors
+from leakmel.core.errors import show_path
 from leakmel.core.files import write_whole
 from leakmel.core.monitor import free_memory, machine_facts, usable_cores
 from leakmel.core.parameters import answer_unknown
 from leakmel.core.progress import Progress
 from leakmel.core.threads import start_process
-from leakmel.dataset.run.config import (
-    SCHEMA,
-    PipelineConfig,
-    Workers,
-    find_tuned,
-    plan_workers,
-    this_machine,
-    write_tuned,
-)
-from leakmel.dataset.run.config import open_chosen
+from leakmel.dataset.run import config as runs
 from leakmel.dataset.run.inputs import SpecLike, decide_spec
 from leakmel.dataset.run.publish import BuildResult
 from leakmel.core.timeline import aligned
-from leakmel.insight.plots import f32, label_colour, styled_figure
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 # %% ../../nbs/ops/bench.ipynb #87c1bc31
 @dataclass(frozen=True)
@@ -69,10 +48,8 @@ class ProcessRun:
     started_s: float = math.nan  # on the clock `time.perf_counter`
 
 
-def run_leakmel(
-    *argv: str,  # arguments of the command line; --json is added
-) -> ProcessRun:  # raises LeakmelError where the command fails
-    "Run a command of leakmel in a process and measure it; a build never resumes."
+def run_leakmel(*argv: str) -> ProcessRun:
+    "Run a command of leakmel in a process and measure it; a build never resumes; raises LeakmelError if it fails."
     # the leakmel of this process, also where it is not installed
     program = f"import sys; sys.path.append({str(Path(lm.__file__).parents[1])!r}); from leakmel.cli import main; sys.exit(main())"
     words = [*argv, "--json", *(["--fresh"] if argv[0] == "build" else [])]
@@ -83,11 +60,8 @@ def run_leakmel(
         wall_s, process.returncode = time.perf_counter() - started, os.waitstatus_to_exitcode(status)
     body = json.loads(text) if text.strip() else {}
     if process.returncode:
-        raise LeakmelError(
-            f"the command leakmel {argv[0]} failed with exit status {process.returncode}",
-            code="command-failed",
-            found=body.get("error", "no message"),
-        )
+        message = f"the command leakmel {argv[0]} failed with exit status {process.returncode}"
+        raise errors.LeakmelError(message, code="command-failed", found=body.get("error", "no message"))
     return ProcessRun(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, body, started)
 
 # %% ../../nbs/ops/bench.ipynb #2f2ea9f1
@@ -96,25 +70,19 @@ def spread(values: list[float]) -> dict[str, float]:  # median, least, most
     return {"median": median(values), "least": min(values), "most": max(values)}
 
 
-def spreads(
-    rounds: Sequence[Mapping[str, float | None]],  # figures of each round; None: not measured
-) -> dict[str, Any]:  # None for a figure that was never measured
-    "Return median and range of each figure over the rounds."
+def spreads(rounds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
+    "Return median and range of each figure over the rounds; None for a figure that was never measured."
     found = {key: [value for r in rounds if (value := r[key]) is not None] for key in rounds[0]}
     return {key: spread(values) if values else None for key, values in found.items()}
 
 
-def range_text(
-    figure: Mapping[str, float],  # of `spread`
-) -> str:
-    "Return the range of a figure as text."
+def range_text(figure: Mapping[str, float]) -> str:
+    "Return the range of a figure of `spread` as text."
     return f"{figure['least']:,.0f}-{figure['most']:,.0f}"
 
 
-def rounds_text(
-    figures: Mapping[str, Any],  # of a suite
-) -> str:
-    "Return the number of rounds as text."
+def rounds_text(figures: Mapping[str, Any]) -> str:
+    "Return the number of rounds of a suite as text."
     return f"{figures['rounds']} round{'s' * (figures['rounds'] != 1)}"
 
 
@@ -142,18 +110,14 @@ def record_head(suite: str) -> dict[str, Any]:
     return {"suite": suite, "made_utc": made_utc, **commit(), "machine": machine_facts()}
 
 # %% ../../nbs/ops/bench.ipynb #bf3e13f2
-def evict(
-    paths: Iterable[str | os.PathLike],
-) -> (
-    int
-):  # number of files that are still cached in part; raises UsageError where the system cannot drop files
-    "Drop files from the page cache and check that they were dropped."
+def evict(paths: Iterable[str | os.PathLike]) -> int:
+    """Drop files from the page cache; return the number of files that are still cached in part.
+
+    Raises UsageError where the system cannot drop files.
+    """
     if not hasattr(os, "posix_fadvise"):
-        raise UsageError(
-            "the operating system cannot drop files from its page cache",
-            code="page-cache-fixed",
-            remedy="measure with a warm cache only",
-        )
+        message = "the operating system cannot drop files from its page cache"
+        raise errors.UsageError(message, code="page-cache-fixed", remedy="measure with a warm cache only")
     left = list(paths)
     for i in range(20):
         time.sleep(0.02 if i and left else 0)
@@ -182,10 +146,8 @@ def read_into_cache(paths: Iterable[str | os.PathLike]) -> None:
             pass
 
 # %% ../../nbs/ops/bench.ipynb #6d40a1f1
-def touch_memory(
-    n_bytes: int,  # at most half of the free memory is used
-) -> dict[str, float]:  # bytes and seconds
-    """Write to memory once and return it to the system.
+def touch_memory(n_bytes: int) -> dict[str, float]:  # bytes and seconds
+    """Write once to so many bytes of memory, at most half of the free memory, and return it to the system.
 
     A virtual machine gets memory from its host when it is first used, and may give free memory back after some seconds. Then a gigabyte costs a second or
     more, also in the page cache, where the threads that write a file wait for each other. So benchmarks touch memory before each build.
@@ -209,28 +171,22 @@ def work_folder(path: str | os.PathLike) -> Path:  # raises OutputError
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as e:
-        raise OutputError(
-            f"the folder cannot be written to ({e.strerror})",
-            code="folder-not-writable",
-            path=path,
-            remedy="choose another folder",
+        message = f"the folder cannot be written to ({e.strerror})"
+        raise errors.OutputError(
+            message, code="folder-not-writable", path=path, remedy="choose another folder"
         ) from e
     return path
 
 
-def total_for_training(
-    n_training: int,  # recordings in the training split
-) -> int:  # recordings of the smallest synthetic set that has as many
-    "Return the size of a synthetic data set by the size of its training split."
+def total_for_training(n_training: int) -> int:
+    "Return the recordings of the smallest synthetic data set with so many of them in its training split."
     return next(n for n in itertools.count(n_training) if split_counts(n)["TRAINING"] >= n_training)
 
 
 def synthetic_set_of_size(
-    folder: str | os.PathLike,  # work folder
-    n_files: int,  # recordings of all splits
-    log: Callable[[str], object] = print,
-) -> Path:  # raises SpaceError
-    "Return a synthetic data set in the work folder; an existing one is reused."
+    folder: str | os.PathLike, n_files: int, log: Callable[[str], object] = print
+) -> Path:
+    "Return a synthetic data set of so many recordings in the work folder; an existing one is reused; raises SpaceError."
     root = Path(os.path.realpath(work_folder(folder))) / f"demo-{n_files}"
     if not root.is_dir():
         log(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB)")
@@ -247,13 +203,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def run_build(
-    root: Path,  # data folder
-    folder: Path,  # of the data sets; older ones in it are removed
-    words: Iterable[str],  # options of `leakmel build`
-    n_files: int,  # recordings of the set; memory of their size is touched first
-) -> ProcessRun:
-    "Build new data sets with the command line."
+def run_build(root: Path, folder: Path, words: Iterable[str], n_files: int) -> ProcessRun:
+    """Build new data sets of a data folder with options of `leakmel build`; older ones in the folder are removed.
+
+    Memory of the size of so many recordings is touched first.
+    """
     for old in folder.glob("*.H5"):
         old.unlink()
     touch_memory(n_files * WAV_BYTES)
@@ -261,12 +215,8 @@ def run_build(
     return run_leakmel("build", str(root), "--out", str(target), *words)
 
 
-def verify_all(
-    root: Path,  # data folder
-    out: Path,  # folder of the folders of data sets
-    sample: str = "all",  # rows of each data set to recompute
-) -> dict[str, Any]:
-    "Compare the digests of every data set that was built, and recompute its rows."
+def verify_all(root: Path, out: Path, sample: str = "all") -> dict[str, Any]:
+    "Compare the digests of every data set below `out` with the recordings, and recompute a sample of its rows."
     reports = [
         run_leakmel("verify", str(path), "--root", str(root), "--sample", sample).body
         for path in sorted(out.glob("*/*.H5"))
@@ -289,20 +239,18 @@ def bench_build(
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Measure builds of a synthetic data set with interleaved settings, then verify all rows."
     if rounds < 1:
-        raise UsageError("the number of rounds must be at least 1", code="invalid-effort", found=rounds)
+        raise errors.UsageError(
+            "the number of rounds must be at least 1", code="invalid-effort", found=rounds
+        )
     root = synthetic_set_of_size(folder, total_for_training(n_files), log)
     out = Path(folder) / "built"
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS}
+    kept: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS}
     for i in range(-1, rounds):
         for name, words in SETTINGS.items():
             done = run_build(root, out / name.replace(", ", "-").replace(" ", "-"), words, n_files)
-            figures = {
-                **{key: done.body[key] for key in ("seconds", "files_per_s", "found")},
-                "process_s": done.wall_s,
-                "cpu_s": done.cpu_s,
-                "peak_rss_bytes": done.peak_rss_bytes,
-            }
-            runs[name] += [figures] if i >= 0 else []
+            figures = {key: done.body[key] for key in ("seconds", "files_per_s", "found")}
+            figures |= {"process_s": done.wall_s, "cpu_s": done.cpu_s, "peak_rss_bytes": done.peak_rss_bytes}
+            kept[name] += [figures] if i >= 0 else []
             when = "warm-up" if i < 0 else f"round {i + 1} of {rounds}"
             log(f"{when}: {name}: {figures['files_per_s']:,.0f} files/s, {done.cpu_s:.2f} s of CPU")
     log("verify: recomputing every row")
@@ -313,27 +261,18 @@ def bench_build(
         "interval": "listing to published file, without imports; each build in its own process, after memory was touched",
         "settings": {name: list(words) for name, words in SETTINGS.items()},
         "verified": verify_all(root, out),
-        "figures": {name: spreads(kept) for name, kept in runs.items()},
+        "figures": {name: spreads(figures) for name, figures in kept.items()},
     }
 
 
-def build_table(
-    figures: dict[str, Any] | None,  # of `bench_build`; None: not measured
-) -> str:
-    "Return the figures of the suite as a text table."
+def build_table(figures: dict[str, Any] | None) -> str:
+    "Return the figures of `bench_build` as a text table; None: not measured."
     if figures is None:
         return "not measured"
     rows: list[tuple[str, ...]] = [("setting", "files/s", "range", "CPU s", "peak MB")]
-    rows += [
-        (
-            name,
-            f"{f['files_per_s']['median']:,.0f}",
-            range_text(f["files_per_s"]),
-            f"{f['cpu_s']['median']:.2f}",
-            f"{f['peak_rss_bytes']['median'] / 1e6:,.0f}",
-        )
-        for name, f in figures["figures"].items()
-    ]
+    for name, f in figures["figures"].items():
+        rate, cpu_s, peak = (f[key]["median"] for key in ("files_per_s", "cpu_s", "peak_rss_bytes"))
+        rows += [(name, f"{rate:,.0f}", range_text(f["files_per_s"]), f"{cpu_s:.2f}", f"{peak / 1e6:,.0f}")]
     v, m = figures["verified"], figures["machine"]
     files = f"{figures['n_files']:,} recordings in the training split, {rounds_text(figures)}"
     verdict = "all right" if v["all_ok"] else "NOT ALL RIGHT"
@@ -344,35 +283,26 @@ def build_table(
     )
 
 # %% ../../nbs/ops/bench.ipynb #0b1232d2
-def store(
-    figures: dict[str, Any],
-    folder: str | os.PathLike,  # usually runs/benchmarks
-) -> Path:
-    "Write a record named by suite, time and commit; a later state of the same record replaces it."
+def store(figures: dict[str, Any], folder: str | os.PathLike) -> Path:
+    "Write a record, named by suite, time and commit, to a folder (runs/benchmarks); a later state of it replaces it."
     made = figures["made_utc"][:19].replace("-", "").replace(":", "")
     name = f"{figures['suite']}-{made}-{(figures['commit'] or 'unknown')[:8]}.json"
     return write_whole(work_folder(folder) / name, json.dumps(figures, indent=1) + "\n", sync=False)
 
 
-def newest(
-    suite: str,
-    folder: str | os.PathLike,
-    device: str = "",  # "cuda" or "cpu": figures of such a device only, where a suite notes one
-) -> dict[str, Any] | None:  # None: not measured
-    "Return the newest record of a suite, without rehearsals."
+def newest(suite: str, folder: str | os.PathLike, device: str = "") -> dict[str, Any] | None:
+    """Return the newest complete record of a suite, without rehearsals; None: not measured.
+
+    Where a suite notes a device, only figures of such a device ("cuda" or "cpu") count.
+    """
     records = (json.loads(path.read_text("utf-8")) for path in Path(folder).glob(f"{suite}-*.json"))
-    return max(
-        (
-            f
-            for f in records
-            if f["suite"] == suite
-            and not f.get("rehearsal")
-            and f.get("finished", True)
-            and str(f.get("device", "")).startswith(device)
-        ),
-        key=lambda f: f["made_utc"],
-        default=None,
-    )
+    found = [
+        f
+        for f in records
+        if f["suite"] == suite and not f.get("rehearsal") and f.get("finished", True)
+        if str(f.get("device", "")).startswith(device)
+    ]
+    return max(found, key=lambda f: f["made_utc"], default=None)
 
 # %% ../../nbs/ops/bench.ipynb #0cd22ab5
 def measure(
@@ -383,13 +313,13 @@ def measure(
     commit_id: str | None = None,  # stored if git is not available
     **options: Any,  # of `bench_build`
 ) -> tuple[dict[str, Any], Path]:  # the record and its file
-    "Measure builds and store the record; raises UsageError for a suite that does not exist, OutputError for folders that cannot be written."
+    "Measure builds and store the record; raises UsageError for another suite, OutputError for folders that cannot be written."
     if suite != "build":
-        raise UsageError(
+        scripts = " and ".join(f"nbs/benchmarks/bench_{name}.py WORK" for name in ("gpu", "train"))
+        raise errors.UsageError(
             f"suite {answer_unknown(suite, ['build'])}",
             code="unknown-suite",
-            remedy="those for a GPU and for training are scripts of the checkout: nbs/benchmarks/bench_gpu.py WORK and "
-            "nbs/benchmarks/bench_train.py WORK",
+            remedy=f"those for a GPU and for training are scripts of the checkout: {scripts}",
         )
     for place in (folder, out):
         work_folder(place)
@@ -401,15 +331,15 @@ def measure(
 SAMPLE_RUNS = 8
 
 
-def take_sample(
-    manifest: Manifest,  # of the data folder
-    n: int,  # recordings at the most
-) -> Manifest:  # of one listing; raises DataError if no recording can be used
-    "Return a sample of the labelled, non-empty recordings of the largest split, in a few runs of consecutive ones."
+def take_sample(manifest: Manifest, n: int) -> Manifest:
+    """Return a sample of the labelled, non-empty recordings of the largest split, in a few runs of consecutive ones.
+
+    The sample has one listing. Raises DataError if no recording can be used.
+    """
     x = max(manifest.listings, key=len)
     usable = np.flatnonzero((x.label_ids >= 0) & (x.sizes > 0))
     if not len(usable):
-        raise DataError(
+        raise errors.DataError(
             "the folder has no recordings with a label to tune with",
             code="nothing-to-tune-with",
             path=x.folder,
@@ -440,7 +370,7 @@ def take_sample(
     )
 
 # %% ../../nbs/ops/bench.ipynb #e6660e37
-class StateError(MachineError):
+class StateError(errors.MachineError):
     "The page cache could not be made cold or warm; the trial does not count."
 
 
@@ -455,13 +385,8 @@ class BuildTrials:
     device: str = "auto"
     with_waveforms: bool = False
 
-    def build(
-        self,
-        name: str,  # of the data set in the temporary folder, without extension
-        config: PipelineConfig,
-        check: int | None = 0,
-    ) -> BuildResult:  # raises LeakmelError
-        "Build the sample."
+    def build(self, name: str, config: runs.PipelineConfig, check: int | None = 0) -> BuildResult:
+        "Build the sample as a data set in the temporary folder; raises LeakmelError."
         return lm.build(
             self.sample.root,
             split=self.sample.listings[0].split or None,
@@ -477,9 +402,9 @@ class BuildTrials:
             fresh=True,
         )
 
-    def run(self, changes: Mapping[str, int], cache: str) -> float:  # seconds; raises LeakmelError, OSError
+    def run(self, changes: Mapping[str, Any], cache: str) -> float:  # seconds; raises LeakmelError, OSError
         "Build the sample once, from a cold or a warm page cache."
-        config = PipelineConfig(**changes, device=self.device, fsync=False, monitor_interval_s=0.0)  # type: ignore[arg-type]
+        config = runs.PipelineConfig(**changes, device=self.device, fsync=False, monitor_interval_s=0.0)
         x = self.sample.listings[0]
         files = [os.fsdecode(x.full_path(i)) for i in range(len(x))]
         (read_into_cache if cache == "warm" else evict)(files)
@@ -499,44 +424,30 @@ DEFAULT = "default"
 
 
 def candidates(
-    workers: Workers,  # default of a build of the sample
-    full: Workers,  # default of a build of all recordings
+    workers: runs.Workers,  # default of a build of the sample
+    full: runs.Workers,  # default of a build of all recordings
     on_device: bool,  # a GPU computes
     n_files: int,  # of the sample
 ) -> dict[str, dict[str, int]]:  # name -> fields of PipelineConfig; the defaults first
     "Return the settings to try on this machine."
     cores, half = usable_cores(), max(1, usable_cores() // 2)
-    sizes = (256, 1024, 128, 2048) if on_device else (64, 256, 32, 8)
-    is_small = workers.files_per_batch != full.files_per_batch  # it cannot tell about large batches
-    cpu = [
-        {"compute_workers": 2 * cores},
-        {"compute_workers": half},
-        {"read_workers": cores},
-        {"read_workers": 2 * cores, "slots": 8 * cores},
-    ]
-    gpu = [
-        {"gpu_streams": 1},
-        {"gpu_streams": 4},
-        {"slots": 2 * workers.slots},
-        {"batch_accumulation": 2},
-        {"read_workers": half},
-        {"read_workers": 2 * cores},
-        {"write_workers": half},
-    ]
-    tried: list[dict[str, int]] = [
-        *({"read_ahead": n} for n in (1024, 0, 256)),
-        *(gpu if on_device else cpu),
-        *(
-            {"files_per_batch": n}
-            for n in sizes
-            if not is_small and 2 * workers.compute_workers * n <= n_files
-        ),
-    ]
-    return {DEFAULT: {}} | {
-        ", ".join(f"{key} {n}" for key, n in each.items()): each
-        for each in tried
-        if any(getattr(workers, key, None) != n for key, n in each.items())
+    sizes: tuple[int, ...] = (256, 1024, 128, 2048) if on_device else (64, 256, 32, 8)
+    if workers.files_per_batch != full.files_per_batch:  # a small sample cannot tell about large batches
+        sizes = ()
+    cpu: dict[str, tuple[int, ...]] = {"compute_workers": (2 * cores, half), "read_workers": (cores,)}
+    gpu: dict[str, tuple[int, ...]] = {
+        "gpu_streams": (1, 4),
+        "slots": (2 * workers.slots,),
+        "batch_accumulation": (2,),
+        "read_workers": (half, 2 * cores),
+        "write_workers": (half,),
     }
+    values: dict[str, tuple[int, ...]] = {"read_ahead": (1024, 0, 256), **(gpu if on_device else cpu)}
+    values["files_per_batch"] = tuple(n for n in sizes if 2 * workers.compute_workers * n <= n_files)
+    tried = [{name: n} for name, ns in values.items() for n in ns if getattr(workers, name, None) != n]
+    if not on_device:
+        tried.append({"read_workers": 2 * cores, "slots": 8 * cores})
+    return {DEFAULT: {}} | {", ".join(f"{key} {n}" for key, n in each.items()): each for each in tried}
 
 # %% ../../nbs/ops/bench.ipynb #72b41bea
 Key = tuple[str, str]  # name of the setting, and "cold" or "warm"
@@ -566,7 +477,7 @@ def sweep(
             tell(n_done, ", ".join(key))
             try:
                 found[key].append(trials[key]())
-            except (LeakmelError, OSError, MemoryError) as e:
+            except (errors.LeakmelError, OSError, MemoryError) as e:
                 failures[key] = f"{type(e).__name__}: {e}"
                 if not isinstance(e, StateError):  # the state may be reached in another round
                     found[key].clear()
@@ -580,26 +491,22 @@ MIN_ROUNDS = 5  # for a comparison
 Score = dict[str, Any]  # of one setting, from one state of the page cache
 
 
-def scores_of(
-    found: Times, failures: Mapping[Key, str], cache: str, n_files: int
-) -> list[Score]:  # fastest first, those without a round last
-    "Return files/s of the median, the slowest and the fastest round of trials from one state of the page cache."
+def scores_of(found: Times, failures: Mapping[Key, str], cache: str, n_files: int) -> list[Score]:
+    """Return files/s of the median, the slowest and the fastest round of trials from one state of the page cache.
+
+    The fastest setting comes first, those without a round last.
+    """
     kinds = (("files_per_s", median), ("least", max), ("most", min))
-    return sorted(
-        (
-            {"name": name, "rounds": len(seconds), "failure": failures.get((name, cache), "")}
-            | {key: n_files / f(seconds) if seconds else 0.0 for key, f in kinds}
-            for (name, state), seconds in found.items()
-            if state == cache
-        ),
-        key=lambda s: -s["files_per_s"],
-    )
+    scores = [
+        {"name": name, "rounds": len(seconds), "failure": failures.get((name, cache), "")}
+        | {key: n_files / f(seconds) if seconds else 0.0 for key, f in kinds}
+        for (name, state), seconds in found.items()
+        if state == cache
+    ]
+    return sorted(scores, key=lambda s: -s["files_per_s"])
 
 
-def gain(
-    states: Mapping[str, Sequence[Score]],  # "cold", "warm" -> scores
-    name: str,
-) -> float:
+def gain(states: Mapping[str, Sequence[Score]], name: str) -> float:
     "Return the speed-up over the defaults, as a product over all states; 0 if it is not clear, or slower in one state."
     product, clear = 1.0, False
     for scores in states.values():
@@ -610,20 +517,14 @@ def gain(
         if it is None or default["least"] > it["most"]:
             return 0.0
         factor = it["files_per_s"] / default["files_per_s"]
-        clear |= (
-            min(it["rounds"], default["rounds"]) >= MIN_ROUNDS
-            and it["least"] > default["most"]
-            and factor >= 1.03
-        )
+        enough = min(it["rounds"], default["rounds"]) >= MIN_ROUNDS
+        clear |= enough and it["least"] > default["most"] and factor >= 1.03
         product *= factor
     return product if clear else 0.0
 
 
-def best_candidate(
-    states: Mapping[str, Sequence[Score]],  # "cold", "warm" -> scores
-    names: Sequence[str],  # of the settings
-) -> str:  # DEFAULT: no setting is clearly faster
-    "Return the setting with the largest clear speed-up over the defaults."
+def best_candidate(states: Mapping[str, Sequence[Score]], names: Sequence[str]) -> str:
+    "Return the setting with the largest clear speed-up over the defaults; DEFAULT: none is clearly faster."
     return max((DEFAULT, *names), key=lambda name: gain(states, name) or float(name == DEFAULT))
 
 # %% ../../nbs/ops/bench.ipynb #20217cbd
@@ -642,32 +543,29 @@ def sample_size(
     return min(n_there, max(MIN_FILES, min(MAX_FILES, fitting)))
 
 # %% ../../nbs/ops/bench.ipynb #74100e7e
-_NO_ADVICE = "no setting is clearly faster than the defaults, so builds need no options"
-
-
 def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: str) -> dict[str, Any]:
     "Run all phases and return the figures."
     pool = trials.sample
     notes = list[str]()
     states = ["cold", "warm"]
-    config = PipelineConfig(device=trials.device)
+    config = runs.PipelineConfig(device=trials.device)
     spec = decide_spec(trials.spec, [pool.listings[0]]).spec
-    engine, _ = open_chosen(trials.engine, spec, len(manifest), root=manifest.root, device=trials.device)
+    engine, _ = runs.open_chosen(trials.engine, spec, len(manifest), root=manifest.root, device=trials.device)
     with engine:
         on_device = engine.device.split(":")[0]
     device = on_device if trials.device == "auto" else trials.device
     trials = replace(trials, engine=engine.name, device=device)
-    full = plan_workers(config, spec, engine, max(map(len, manifest.listings)))
+    full = runs.plan_workers(config, spec, engine, max(map(len, manifest.listings)))
 
     def offer(n: int) -> dict[str, dict[str, int]]:
-        return candidates(plan_workers(config, spec, engine, n), full, on_device != "cpu", n)
+        return candidates(runs.plan_workers(config, spec, engine, n), full, on_device != "cpu", n)
 
     first = replace(trials, sample=take_sample(pool, 1024))
     first.build("trial", replace(config, fsync=False))  # compiles, and raises the errors of the recordings
     began_s = time.monotonic()
     try:
         first.run({}, "cold")
-    except (StateError, UsageError) as e:
+    except (StateError, errors.UsageError) as e:
         notes, states = [f"cold: not measured, {e}"], ["warm"]
     now_s = time.monotonic()
     per_file_s = max((now_s - began_s) / len(first.sample), 1e-6)
@@ -682,7 +580,9 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         notes.append(f"only {rounds} of the {MIN_ROUNDS} rounds of a comparison fit into the time: give more")
     best, listing = best_candidate(builds, list(tried)), trials.sample.listings[0]
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in tried[best].items())
-    advice = f"{best} is clearly faster: leakmel build ... {options}"
+    advice = "no setting is clearly faster than the defaults, so builds need no options"
+    if options:
+        advice = f"{best} is clearly faster: leakmel build ... {options}"
     # from a warm page cache, for the choice of engines
     rate = next(x["files_per_s"] for x in builds["warm"] if x["name"] == best)
     return record_head("tune") | {
@@ -701,32 +601,26 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         "builds": builds,
         "settings": tried[best],
         "rate": {"engine": f"{engine.name}/{on_device}", "files_per_s": rate},
-        "advice": advice if options else _NO_ADVICE,
+        "advice": advice,
         "notes": notes,
         "verified": _verify_settings(trials, tried[best]),
     }
 
 
-def _verify_settings(trials: BuildTrials, changes: Mapping[str, int]) -> dict[str, Any]:
+def _verify_settings(trials: BuildTrials, changes: Mapping[str, Any]) -> dict[str, Any]:
     "Compare verified builds with the defaults and with the chosen settings; raises VerifyError if they differ."
-    config = PipelineConfig(device=trials.device)
-    right = trials.build("default", config, check=64)
-    done = trials.build("chosen", replace(config, **changes), check=64)  # type: ignore[arg-type]
+    right = trials.build("default", runs.PipelineConfig(device=trials.device), check=64)
+    done = trials.build("chosen", runs.PipelineConfig(device=trials.device, **changes), check=64)
     if right.path.read_bytes() != done.path.read_bytes():
-        raise VerifyError(
+        raise errors.VerifyError(
             "a build with other speed settings gave other bytes, so no settings were stored",
             code="tuned-bytes-differ",
             path=trials.sample.listings[0].folder,
             found=", ".join(f"{name} {value}" for name, value in changes.items()),
             remedy="build with the defaults and report this error",
         )
-    return {
-        "ok": done.verified.ok,
-        "checked": done.verified.checked,
-        "verdict": done.verified.verdict,
-        "rows": done.rows,
-        "same_bytes": True,
-    }
+    facts = {name: getattr(done.verified, name) for name in ("ok", "checked", "verdict")}
+    return facts | {"rows": done.rows, "same_bytes": True}
 
 # %% ../../nbs/ops/bench.ipynb #018b0a73
 def tune(
@@ -745,103 +639,58 @@ def tune(
 ) -> dict[str, Any]:  # figures and settings; raises LeakmelError
     "Measure the speed of build settings on a sample of the user's recordings, and store the best for later builds."
     if not (isinstance(budget_s, int | float) and 0 < budget_s < math.inf):
-        raise UsageError(
-            "budget_s must be a number of seconds above 0", code="invalid-effort", found=budget_s
-        )
+        message = "budget_s must be a number of seconds above 0"
+        raise errors.UsageError(message, code="invalid-effort", found=budget_s)
     check_manifest(manifest)
     began, manifest = time.monotonic(), lm.scan(root) if manifest is None else manifest
     pool = take_sample(manifest, MAX_FILES)
     try:
         folder = tempfile.TemporaryDirectory(prefix="leakmel-tune-", dir=work_dir, ignore_cleanup_errors=True)
     except OSError as e:
-        cause, remedy = explain(e, work_dir or "", writing=True)
-        raise UsageError(
+        cause, remedy = errors.explain(e, work_dir or "", writing=True)
+        raise errors.UsageError(
             f"the folder for trials cannot be created ({cause})",
             code="no-work-folder",
             path=work_dir,
             remedy=f"{remedy} (work_dir, --work-dir)",
         ) from e
     with folder as work:
-        figures = _measure(
-            BuildTrials(pool, Path(work), spec, engine, device, with_waveforms),
-            manifest,
-            began + budget_s,
-            progress,
-        )
+        trials = BuildTrials(pool, Path(work), spec, engine, device, with_waveforms)
+        figures = _measure(trials, manifest, began + budget_s, progress)
     figures |= {"root": show_path(manifest.root), "budget_s": budget_s, "seconds": time.monotonic() - began}
     if keep:
-        rates = (find_tuned(manifest.root) or {}).get("rates", {})  # of other engines, measured before
+        rates = (runs.find_tuned(manifest.root) or {}).get("rates", {})  # of other engines, measured before
         if rate := figures["rate"]["files_per_s"]:
-            rates[figures["rate"]["engine"]] = {
-                "made_utc": figures["made_utc"],
-                "spec": figures["fingerprint"],
-                "files_per_s": rate,
-            }
+            about = {"made_utc": figures["made_utc"], "spec": figures["fingerprint"]}
+            rates[figures["rate"]["engine"]] = about | {"files_per_s": rate}
         facts = {
             **{key: figures[key] for key in ("leakmel_version", "made_utc", "root", "settings")},
-            "schema": SCHEMA,
-            "machine": this_machine(),
+            "schema": runs.SCHEMA,
+            "machine": runs.this_machine(),
             "measured": figures,
             "engine": engine,
             "device": device,
             "rates": rates,
         }
         try:
-            figures["path"] = show_path(write_tuned(manifest.root, facts))
-        except OutputError as e:
+            figures["path"] = show_path(runs.write_tuned(manifest.root, facts))
+        except errors.OutputError as e:
             e.add_note(f"the settings were measured, but not stored for later builds:\n{tune_table(figures)}")
             raise
     return figures
 
 
-def tune_table(
-    figures: Mapping[str, Any],  # of `tune`
-) -> str:
+def tune_table(f: Mapping[str, Any]) -> str:
     "Return the figures of a run of `tune` as text."
-    f, machine = figures, figures["machine"]
+    machine = f["machine"]
     sample = f"{f['n_files']:,} of {f['n_files_there']:,} recordings, {f['n_bytes'] / 1e6:,.1f} MB"
     lines = [f"{sample}; engine {f['engine']}, {machine['n_cores']} cores ({machine['cpu']})"]
     for cache, scores in f["builds"].items():
         rows: list[tuple[str, ...]] = [(f"builds, {cache} cache", "files/s", "range", "rounds")]
-        rows += [
-            (f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), f"{x['rounds']}") for x in scores
-        ]
+        for x in scores:
+            rows.append((f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), str(x["rounds"])))
         lines += ["", aligned(rows), *(f"{x['name']}: {x['failure'][:90]}" for x in scores if x["failure"])]
     verdict = f"{f['verified']['verdict']}, with the same bytes as the defaults"
     stored = [f"stored for later builds in {f['path']}"] if "path" in f else []
     lines += ["", *f["notes"], f"sample built with the recommended settings: {verdict}"]
     return "\n".join([*lines, f"{f['seconds']:.1f} s; {f['advice']}", *stored])
-
-# %% ../../nbs/ops/bench.ipynb #2d74a1c9
-def tune_plot(
-    figures: Mapping[str, Any],  # of `tune`
-    cache: str,  # state of the page cache: "cold" or "warm"
-) -> "go.Figure":
-    "Draw the rate of each build setting, with the range of its rounds."
-    import plotly.graph_objects as go
-
-    scores = [s for s in figures["builds"][cache] if s["rounds"]]
-    if not scores:
-        return styled_figure([], "No setting was measured", height=120)
-    rates = [s["files_per_s"] for s in scores]
-    return styled_figure(
-        [
-            go.Bar(
-                x=f32(rates),
-                y=[s["name"] for s in scores],
-                orientation="h",
-                marker=dict(color=label_colour(0)),
-                error_x=dict(
-                    type="data",
-                    array=f32([s["most"] - s["files_per_s"] for s in scores]),
-                    arrayminus=f32([s["files_per_s"] - s["least"] for s in scores]),
-                    thickness=1,
-                ),
-            )
-        ],
-        f"{rates[0]:,.0f} files/s with {scores[0]['name']}, {cache} page cache",
-        f"Median of the rounds, {figures['n_files']:,} recordings; lines: slowest and fastest round",
-        height=130 + 26 * len(scores),
-        xaxis=dict(title=dict(text="files/s"), rangemode="tozero"),
-        yaxis=dict(title=dict(text=""), autorange="reversed"),
-    )

@@ -6,9 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/ops/doctor.ipynb #e3e3dba1
-import contextlib, itertools, math, os, platform, tempfile, time
+import itertools, os, platform, tempfile, time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from pathlib import Path
 from textwrap import TextWrapper
@@ -19,7 +20,6 @@ from leakmel.core.locks import lock_kind
 from leakmel.core.monitor import cgroup_limits, cpu_quota, free_memory, size_text, usable_cores, wsl_version
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
     from packaging.specifiers import SpecifierSet
 
 # %% ../../nbs/ops/doctor.ipynb #13ba1f9e
@@ -57,10 +57,9 @@ def measure_python() -> Figures:
     from packaging.specifiers import SpecifierSet
 
     wanted, version = SpecifierSet(metadata.metadata("leakmel")["Requires-Python"]), platform.python_version()
-    return {
-        "versions": {"python": version},
-        "wrong": {} if wanted.contains(version, prereleases=True) else {"python": f"{wanted} is needed"},
-    }
+    is_right = wanted.contains(version, prereleases=True)
+    wrong = {} if is_right else {"python": f"{wanted} is needed"}
+    return {"versions": {"python": version}, "wrong": wrong}
 
 # %% ../../nbs/ops/doctor.ipynb #31ffdabc
 def measure_memory() -> Figures:
@@ -78,10 +77,8 @@ def measure_limits() -> Figures:
 
     files, processes = (resource.getrlimit(n)[0] for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     threads = [n for n in (processes, *cgroup_limits("pids", ["pids.max"])) if n != resource.RLIM_INFINITY]
-    return {
-        "open_files": None if files == resource.RLIM_INFINITY else files,
-        "threads": min(threads, default=None),
-    }
+    open_files = None if files == resource.RLIM_INFINITY else files
+    return {"open_files": open_files, "threads": min(threads, default=None)}
 
 # %% ../../nbs/ops/doctor.ipynb #efceb173
 # fmt: off
@@ -124,12 +121,8 @@ def measure_recordings(folder: Path) -> Figures:
     ):
         return {"reason": f"no recording among the first {MAX_ENTRIES:,} files and folders", "sure": True}
     p = propose_build(scan(folder, progress="none"), os.fspath(folder))
-    return {
-        "reason": p.reason,
-        "sure": bool(p.command and not p.alternatives),
-        "command": p.command,
-        "groups": p.groups,
-    }
+    sure = bool(p.command and not p.alternatives)
+    return {"reason": p.reason, "sure": sure, "command": p.command, "groups": p.groups}
 
 # %% ../../nbs/ops/doctor.ipynb #ac8c14b9
 def measure_hdf5(folder: Path) -> Figures:
@@ -178,9 +171,6 @@ def measure_compiled() -> Figures:
     }
 
 # %% ../../nbs/ops/doctor.ipynb #1e488b0e
-BUS_BYTES, BUS_COPIES = 16 << 20, 50  # of a measurement
-
-
 def measure_gpu() -> Figures:
     "Read what driver and torch tell of the first GPU; raises EngineUnavailable without a driver."
     import torch
@@ -189,45 +179,20 @@ def measure_gpu() -> Figures:
     if not may_have_cuda():
         raise EngineUnavailable("no CUDA driver, or CUDA_VISIBLE_DEVICES hides every GPU", code="no-device")
     figures = dict.fromkeys(("driver", "driver_cuda", "gpu_name", "vram_bytes"))
-    with contextlib.suppress(Exception):  # no nvidia-ml-py, or not reported by this driver
+    with suppress(Exception):  # no nvidia-ml-py, or not reported by this driver
         import pynvml
 
         pynvml.nvmlInit()
-        figures |= {
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-            "driver_cuda": pynvml.nvmlSystemGetCudaDriverVersion_v2(),
-        }
+        figures["driver"] = pynvml.nvmlSystemGetDriverVersion()
+        figures["driver_cuda"] = pynvml.nvmlSystemGetCudaDriverVersion_v2()
     if usable := torch.cuda.is_available():
         card = torch.cuda.get_device_properties(0)
         figures |= {"gpu_name": card.name, "vram_bytes": card.total_memory}
     return figures | {"usable_by_torch": usable, "cuda_build": torch.version.cuda}
 
-
-def measure_bus(device: str = "cuda") -> Figures:
-    "Measure the rates of copies from pinned memory to the device and from the device; raises EngineUnavailable."
-    import torch
-    from leakmel.mel.device import open_devices
-
-    rates = list[float]()
-    with contextlib.closing(open_devices(device)[0]) as on:
-        host, there = on.pinned((BUS_BYTES,), torch.uint8), on.empty((BUS_BYTES,), torch.uint8)
-        is_pinned = on.is_pinned(host)
-        for target, source in ((there, host), (host, there)):
-            on.synchronize()
-            began = time.perf_counter()
-            for _ in range(BUS_COPIES):
-                target.copy_(source, non_blocking=True)
-            on.synchronize()
-            rates.append(BUS_BYTES * BUS_COPIES / (time.perf_counter() - began))
-        on.unpin(host)
-    return {"pinned": is_pinned, "to_device_bytes_per_s": rates[0], "from_device_bytes_per_s": rates[1]}
-
 # %% ../../nbs/ops/doctor.ipynb #db0c9d58
-def measure_engine(
-    name: str,  # one of ENGINES
-    device: str = "cpu",  # as for `build`
-) -> Figures:
-    "Compare an engine with the reference; raises EngineUnavailable."
+def measure_engine(name: str, device: str = "cpu") -> Figures:
+    "Compare an engine of ENGINES with the reference; raises EngineUnavailable."
     import numpy as np
     from leakmel.mel.engines import check_recording, compute_in_lane, load_class
     from leakmel.mel.spec import MelSpec, compare, reference_features
@@ -238,10 +203,8 @@ def measure_engine(
             spec, samples = engine.spec, check_recording(engine.spec)
             right = reference_features(samples, spec)
             kinds = (samples, samples.astype(np.float32) / np.float32(32_768))
-            lanes = range(1 if engine.device == "cpu" else engine.n_lanes)
-            compared += [
-                compare(compute_in_lane(engine, k, x), right, spec) for k in lanes for x in kinds * 2
-            ]
+            for k in range(1 if engine.device == "cpu" else engine.n_lanes):
+                compared += [compare(compute_in_lane(engine, k, x), right, spec) for x in kinds * 2]
     return {
         "identity": engine.identity,
         "right": all(c.ok for c in compared),
@@ -251,26 +214,6 @@ def measure_engine(
         "n_wrong": sum(c.n_wrong for c in compared),
         "with_loading_s": time.perf_counter() - began,
     }
-
-
-def measure_choice(
-    folder: Path,  # for which `tune` may have measured rates
-) -> Figures:
-    "Return which engine `auto` takes for listings of a few sizes (preset disjoint)."
-    from leakmel.dataset.run.config import SIZES, break_even, engine_costs, find_tuned
-    from leakmel.mel.engines import may_have_cuda
-    from leakmel.mel.spec import MelSpec
-
-    has_gpu, rates = may_have_cuda(), (find_tuned(folder) or {}).get("rates")
-    found = engine_costs(MelSpec.preset("disjoint"), has_gpu=True, rates=rates)
-    costs = {(c.engine, c.device): c for c in found}
-    size = break_even(costs["cpu", "cpu"], costs["triton", "cuda"]) if has_gpu else math.inf
-    engines = [
-        asdict(c)
-        | {"is_here": has_gpu or c.device == "cpu", "seconds": {str(n): c.seconds(n) for n in SIZES}}
-        for c in costs.values()
-    ]
-    return {"gpu_from_files": None if size == math.inf else math.ceil(size), "engines": engines}
 
 # %% ../../nbs/ops/doctor.ipynb #ea0e4c69
 class Line(NamedTuple):
@@ -282,9 +225,6 @@ class Line(NamedTuple):
     remedy: str  # a sentence
     needed: bool = False  # by a build: where the measurement itself fails, it blocks
     blocks: Callable[[Figures], bool] = lambda f: False  # the figures are wrong for a build
-
-
-MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
 
 
 def _engine_line(title: str, name: str, device: str = "cpu", needed: bool = False) -> Line:
@@ -391,21 +331,12 @@ CHECKS = {
         lambda f: f["usable_by_torch"],
         "Install a CUDA build of torch that fits the driver (pytorch.org), or update the driver",
     ),
-    "bus": Line(
-        "pinned memory, bus",
-        lambda folder: measure_bus(),
-        lambda f: (
-            f["pinned"] and min(f["to_device_bytes_per_s"], f["from_device_bytes_per_s"]) > MIN_BUS_RATE
-        ),
-        "Check that the GPU is in a slot of full width: nvidia-smi -q shows its link",
-    ),
     "engine_reference": _engine_line("engine reference", "reference", needed=True),
     "engine_cpu": _engine_line("engine cpu", "cpu"),
     "engine_torch": _engine_line("engine torch", "torch"),
     "engine_torch_cuda": _engine_line("engine torch, GPU", "torch", "cuda"),
     "engine_torchaudio": _engine_line("engine torchaudio", "torchaudio"),
     "engine_triton": _engine_line("engine triton", "triton", "cuda"),
-    "engine_auto": Line("engine auto", measure_choice, lambda f: True, ""),
 }  # by key, in the order of the report
 
 # %% ../../nbs/ops/doctor.ipynb #4a16a871
@@ -452,9 +383,6 @@ FIGURES = {
     "gpu_name": "name of the first GPU",
     "vram_bytes": "its memory",
     "usable_by_torch": "torch can use a GPU",
-    "pinned": "memory can be pinned",
-    "to_device_bytes_per_s": "rate of copies from pinned memory to the GPU",
-    "from_device_bytes_per_s": "rate of copies from the GPU",
     "identity": "name, version, device and processor of an engine",
     "right": "all values are within the tolerance",
     "max_abs_db": "largest difference from the float64 reference in the upper 90 dB",
@@ -462,8 +390,6 @@ FIGURES = {
     "n_values": "values compared",
     "n_wrong": "values outside the tolerance",
     "with_loading_s": "seconds including start and first calls",
-    "engines": "engine, device, is_here, start_s, files_per_s, source of the rate, and seconds by number of recordings, of the preset disjoint",
-    "gpu_from_files": "number of recordings from which engine auto takes a GPU; None without a GPU, or never",
 }
 
 
@@ -529,16 +455,12 @@ class Report:
             "checks": [vars(c) for c in self.checks],
         }
 
-    def text(
-        self,
-        columns: int = 100,  # of a line, characters
-    ) -> str:
-        "Return the checks as lines, each followed by its advice."
+    def text(self, columns: int = 100) -> str:
+        "Return the checks as lines of so many characters, each followed by its advice."
         width, lines = max((len(c.title) for c in self.checks), default=0), list[str]()
         indent = " " * (width + 11)
-        wrapper = TextWrapper(
-            columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
+        wrapper = TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
+        wrapper.subsequent_indent = indent
         for check in self.checks:
             wrapper.initial_indent = f"{check.status:>7}  {check.title:<{width}}  "
             lines += wrapper.wrap(check.found)
@@ -565,7 +487,7 @@ def check_line(key: str, folder: Path) -> Check:
     advice = "" if line.is_right(figures) else line.remedy
     is_missing = None in figures.get("versions", {}).values()
     status = "missing" if is_missing else "warn" if advice else "ok"
-    found = "; ".join(figure_text(name, value) for name, value in figures.items() if name != "engines")
+    found = "; ".join(figure_text(name, value) for name, value in figures.items())
     return Check(key, line.title, status, found, advice, line.blocks(figures), figures)
 
 
@@ -580,31 +502,10 @@ def examine(
     began = time.perf_counter()
     found = list[Check]()
     if not place.is_dir():
-        raise DataError(
-            "the folder does not exist",
-            code="no-folder-to-examine",
-            path=place,
-            remedy=missing_remedy(place, "name a folder of recordings, or any folder on the disk to examine"),
-        )
+        remedy = missing_remedy(place, "name a folder of recordings, or any folder on the disk to examine")
+        raise DataError("the folder does not exist", code="no-folder-to-examine", path=place, remedy=remedy)
     for key, line in CHECKS.items():
         progress(len(found), line.title)
         found.append(check_line(key, place))
     progress(len(found), "")
     return Report(tuple(found), place, time.perf_counter() - began)
-
-# %% ../../nbs/ops/doctor.ipynb #d0a6e5c9
-def agreement_plot(report: Report) -> "go.Figure":
-    "Draw the largest difference of each engine from the float64 reference."
-    import plotly.graph_objects as go
-    from leakmel.insight.plots import label_colour, f32, styled_figure
-
-    compared = [c.figures for c in report.checks if "max_abs_db" in c.figures]
-    largest, names = [f["max_abs_db"] for f in compared], [f["identity"] for f in compared]
-    return styled_figure(
-        [go.Bar(x=f32(largest), y=names, orientation="h", marker=dict(color=label_colour(0)))],
-        f"Engines differ from the reference by at most {max(largest, default=0.0):.3f} dB",
-        "Largest difference in the upper 90 dB of a check recording; engines that cannot run here are left out",
-        height=130 + 30 * len(compared),
-        xaxis=dict(title=dict(text="largest difference (dB)"), rangemode="tozero"),
-        yaxis=dict(title=dict(text=""), autorange="reversed"),
-    )

@@ -36,21 +36,24 @@ def squeezed(text: str) -> str:
 
 
 _LEAKS = ("leak", "leaks", "leakage", "leakages", "leaking")
-LEAK_FOLDERS = {name: LEAK for name in _LEAKS} | {
-    f"{no}{name}": NO_LEAK for no in ("no", "non", "not", "without") for name in _LEAKS
-}
-NOISE_FOLDERS = {
-    f"{kind}{name}": NOISE for kind in ("", "environmental", "background") for name in ("noise", "noises")
-}
+_NO_LEAKS = (f"{no}{name}" for no in ("no", "non", "not", "without") for name in _LEAKS)
+LEAK_FOLDERS = dict.fromkeys(_LEAKS, LEAK) | dict.fromkeys(_NO_LEAKS, NO_LEAK)
+_NOISES = (
+    "noise",
+    "noises",
+    "environmentalnoise",
+    "environmentalnoises",
+    "backgroundnoise",
+    "backgroundnoises",
+)
+NOISE_FOLDERS = dict.fromkeys(_NOISES, NOISE)
 
 
-def label_of_folders(
-    folders: Parts,  # folders and archives from the top; only the innermost counts
-    names: Mapping[
-        str, str
-    ],  # whole squeezed name, without an ending like "acoustic data" or "metal" -> label
-) -> str:  # empty: the innermost has another name
-    "Find the label in the name of the folder, or of the archive where it has no folders."
+def label_of_folders(folders: Parts, names: Mapping[str, str]) -> str:
+    """Find the label in the name of the innermost folder, or of the archive where it has no folders; empty: another name.
+
+    `names` maps whole squeezed names, without an ending like "acoustic data" or "metal", to labels.
+    """
     name = squeezed(re.sub(r"\.(zip|rar)$", "", folders[-1], flags=re.IGNORECASE)) if folders else ""
     endings = ("", "acousticdata", "data", "recordings", "signals", "metal", "nonmetal")
     return next((names[stem] for end in endings if (stem := name.removesuffix(end)) in names), "")
@@ -65,9 +68,8 @@ class LeakSet:
     doi: str
     citation: str
     size: str  # of the download, as described
-    record: (
-        str  # address of the record: of Zenodo, or of the public API of Mendeley Data without its last part
-    )
+    # address of the record: of Zenodo, or of the public API of Mendeley Data without its last part
+    record: str
     version: int  # of the record at Mendeley Data; 0: Zenodo, where each version is a record
     wanted: str  # pattern of the paths of the files to download, searched in lower case
     parse: Callable[[Parts], NamedRecording | None]  # None: not a recording of this set
@@ -105,17 +107,14 @@ def parse_aghashahi(parts: Parts) -> NamedRecording | None:
     if found is None or found[5] != "H":
         return None
     topology, leak, flow, noise, kind, number = found.groups()
-    return NamedRecording(
-        NO_LEAK if leak == "NL" else LEAK,
-        f"{topology}_{leak}_{flow}",
-        {
-            "topology": topology,
-            "leak_type": leak,
-            "flow": flow,
-            "noise": noise or "",
-            "device": kind + number,
-        },
-    )
+    columns = {
+        "topology": topology,
+        "leak_type": leak,
+        "flow": flow,
+        "noise": noise or "",
+        "device": kind + number,
+    }
+    return NamedRecording(NO_LEAK if leak == "NL" else LEAK, f"{topology}_{leak}_{flow}", columns)
 
 # %% ../../nbs/sets/catalogue.ipynb #045f200b
 def parse_dongguan(parts: Parts) -> NamedRecording | None:
@@ -140,11 +139,11 @@ _SITE = re.compile(r"(\d+\.\d+)(?:[.\-_ ].*)?", re.ASCII)
 _LOGGER = re.compile(r"\d+_(\d+)-(\d{4})(\d\d)(\d\d).*", re.ASCII)
 
 
-def parse_hongkong(
-    name: re.Pattern[str],  # of a file: its group, and perhaps a date
-    parts: Parts,
-) -> NamedRecording | None:
-    "Read a name like `1.3.02.0345.wav` or `003_05593-20180927.wav`; label and material are those of the folders."
+def parse_hongkong(name: re.Pattern[str], parts: Parts) -> NamedRecording | None:
+    """Read a name like `1.3.02.0345.wav` or `003_05593-20180927.wav`; label and material are those of the folders.
+
+    `name` is the pattern of the name of a file: its group, and perhaps a date.
+    """
     found = name.fullmatch(_stem(parts, "wav"))
     if not found:
         return None
@@ -156,9 +155,15 @@ def parse_hongkong(
 
 # %% ../../nbs/sets/catalogue.ipynb #57a21e95
 _MENDELEY = "https://data.mendeley.com/public-api/datasets"
-_HONGKONG_CITATION = (
-    "Tijani, I. A., Tariq, S., Zayed, T. et al. (2022): Acoustic Based Data Acquisition for Leak Detection of Water "
-    "Distribution Networks. Mendeley Data, V1. https://doi.org/10.17632/hkn8mxcjyz.1"
+_HONGKONG = partial(
+    LeakSet,
+    doi="10.17632/hkn8mxcjyz.1",
+    citation="Tijani, I. A., Tariq, S., Zayed, T. et al. (2022): Acoustic Based Data Acquisition for Leak Detection of Water "
+    "Distribution Networks. Mendeley Data, V1. https://doi.org/10.17632/hkn8mxcjyz.1",
+    record=f"{_MENDELEY}/hkn8mxcjyz",
+    version=1,
+    groupings=("recording", "group"),
+    spec={"sample_rate": 4096, "duration_s": 10.0},
 )
 
 SETS = {
@@ -188,9 +193,7 @@ SETS = {
                 "44 files clip.",
                 "10.17632/xw44wv2g88.2 is the same data again: do not use both.",
                 "The published loader keeps the first 30 s of each file only; the files are longer, and of different lengths.",
-                "Some accelerometer files of the looped network hold interference; they are not fetched.",
-                "Three CSV files (accelerometer and pressure) are cut at the row limit of a spreadsheet; they are not fetched.",
-                "The sample rate of accelerometers and pressure sensors is 51.2 kHz by the paper and 25.6 kHz by the time column; they are not fetched.",
+                "Accelerometers and pressure sensors are not fetched: files are cut at the row limit of a spreadsheet, and rates differ.",
             ),
             spec={"sample_rate": 8000, "duration_s": 30.0},
             headerless=True,
@@ -231,18 +234,13 @@ SETS = {
             spec={"sample_rate": 8000, "duration_s": 1.0},
             labels=(LEAK, NO_LEAK, NOISE),
         ),
-        LeakSet(
+        _HONGKONG(
             name="hongkong-hydrophones",
             title="Acoustic Based Data Acquisition for Leak Detection of Water Distribution Networks (hydrophones)",
-            doi="10.17632/hkn8mxcjyz.1",
-            citation=_HONGKONG_CITATION,
             size="10.7 MB",
-            record=f"{_MENDELEY}/hkn8mxcjyz",
-            version=1,
             wanted=r"hydrophone.*\.(zip|rar|wav)$",
             parse=partial(parse_hongkong, _SITE),
             group_rule="the site: the beginning of the name, 1.1 to 3.3",
-            groupings=("recording", "group"),
             stated={
                 "recordings": 80,
                 "LEAK": 40,
@@ -254,23 +252,16 @@ SETS = {
                 "28 of 40 leak files have a sample rate of 4096 Hz, all files without a leak 8092 Hz: the sample rate gives the label away, also after "
                 "resampling, because the upper band is missing in the slower files.",
             ),
-            spec={"sample_rate": 4096, "duration_s": 10.0},
         ),
-        LeakSet(
+        _HONGKONG(
             name="hongkong-loggers",
             title="Acoustic Based Data Acquisition for Leak Detection of Water Distribution Networks (noise loggers)",
-            doi="10.17632/hkn8mxcjyz.1",
-            citation=_HONGKONG_CITATION,
             size="7.4 MB",
-            record=f"{_MENDELEY}/hkn8mxcjyz",
-            version=1,
             wanted=r"logger.*\.(zip|rar|wav)$",
             parse=partial(parse_hongkong, _LOGGER),
             group_rule="the number of the logger",
-            groupings=("recording", "group"),
             stated={"recordings": 60, "byte-equal pairs": 1},
             faults=("Two files are byte-equal: the groups that share them are joined in the table.",),
-            spec={"sample_rate": 4096, "duration_s": 10.0},
         ),
     )
 }

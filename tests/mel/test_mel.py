@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from functools import cache
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -637,6 +638,12 @@ FILTERS = [
 scales = each(("scale", "norm"), [("htk", None), ("htk", "slaney"), ("slaney", None), ("slaney", "slaney")])
 
 
+def filters(*values: Any) -> Any:
+    "The settings of a filter bank alone, in the order of the tables of this file."
+    names = ("sample_rate", "n_fft", "n_mels", "f_min_hz", "top_hz", "mel_scale", "mel_norm")
+    return SimpleNamespace(**dict(zip(names, values)))
+
+
 @scales
 @each(("rate", "n_fft", "n_mels", "low", "high"), FILTERS)
 def test_filterbank_of_librosa(
@@ -653,7 +660,7 @@ def test_filterbank_of_librosa(
         norm=norm,
         dtype=np.float64,
     )
-    ours = mel_filterbank(rate, n_fft, n_mels, low, high, scale, norm)
+    ours = mel_filterbank(filters(rate, n_fft, n_mels, low, high, scale, norm))
     assert np.abs(ours - theirs.T).max() < 1e-9
 
 
@@ -668,7 +675,7 @@ def test_filterbank_of_torchaudio(
 
     melscale_fbanks = import_torchaudio().functional.melscale_fbanks
     theirs = melscale_fbanks(n_fft // 2 + 1, low, high, n_mels, rate, norm, scale).numpy()
-    ours = mel_filterbank(rate, n_fft, n_mels, low, high, scale, norm)
+    ours = mel_filterbank(filters(rate, n_fft, n_mels, low, high, scale, norm))
     assert np.abs(ours - theirs).max() < 2e-4 * ours.max()  # theirs is float32 all the way
 
 

@@ -407,17 +407,6 @@ def test_gpu_that_torch_cannot_use_is_reported(monkeypatch):
     assert check_line("gpu", Path()).figures["driver"] is None
 
 
-def test_bus_of_a_fake_device(monkeypatch):
-    line_of = REAL["bus"]._replace(measure=lambda folder: doctor.measure_bus(DEVICE))
-    monkeypatch.setitem(CHECKS, "bus", line_of)
-    monkeypatch.setattr(doctor, "MIN_BUS_RATE", 0)
-    check = check_line("bus", Path())
-    assert check.status == "ok"
-    assert check.figures["to_device_bytes_per_s"] > 1e6
-    monkeypatch.setattr(doctor, "MIN_BUS_RATE", 1e15)
-    assert "slot" in check_line("bus", Path()).advice
-
-
 # ---- engines -------------------------------------------------------------------------------------------------------------
 
 

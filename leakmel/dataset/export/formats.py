@@ -8,8 +8,8 @@ __all__ = ['FORMATS', 'MARKER', 'ExportResult', 'export_dataset']
 # %% ../../../nbs/dataset/export/formats.ipynb #f0570003
 import base64, io, json, math, os, re, tarfile, time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -18,7 +18,6 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from leakmel.audio.conform import digests_of
@@ -28,13 +27,7 @@ from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
 from leakmel.dataset.file.reader import MelDataset, damage_errors, open_dataset, read_rows
-from leakmel.dataset.file.schema import (
-    DIGEST_ATTRIBUTE,
-    WAVEFORMS,
-    data_set_name,
-    file_columns,
-    metadata_digest,
-)
+from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, data_set_name, file_columns, metadata_digest
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0540005
 SPLITS = ("TRAINING", "VALIDATION", "TESTING", "")  # of the data sets in a folder
@@ -51,6 +44,11 @@ class ExportSource:
         return len(self.data)
 
     @property
+    def n_rejected(self) -> int:
+        "Number of rejected files."
+        return len(self.data.file["rejected/path"])
+
+    @property
     def row_bytes(self) -> int:
         "Bytes of one row of mels."
         return int(np.prod(self.data.mels.shape[1:])) * self.data.mels.dtype.itemsize
@@ -61,16 +59,14 @@ def open_sources(
     opened: ExitStack,  # closes them
 ) -> list[ExportSource]:  # raises DataError, VerifyError
     "Open what is exported."
-    given = Path(path)
-    found = [given]
-    if given.is_dir():
-        found = [file for split in SPLITS if (file := given / data_set_name(split)).is_file()]
+    given, names = Path(path), list(map(data_set_name, SPLITS))
+    found = [given / name for name in names if (given / name).is_file()] if given.is_dir() else [given]
     if not found:
         raise DataError(
             "the folder contains no data set",
             code="no-such-file",
             path=given,
-            expected=", ".join(map(data_set_name, SPLITS)),
+            expected=", ".join(names),
             remedy="name the file of a data set",
         )
     sources: dict[str, ExportSource] = {}
@@ -92,8 +88,8 @@ def open_sources(
 PAGE = 32_768  # recordings of a page
 
 
-def _values(column: h5py.Dataset, start: int, stop: int) -> Any:
-    "Return some values of a column, as a list of texts or as an array."
+def _values(column: Any, start: int, stop: int) -> Any:
+    "Return some values of a column of an HDF5 file, as a list of texts or as an array."
     values = column[start:stop]
     if values.shape != (stop - start,):
         raise ValueError(f"{column.name} has the shape {column.shape}")
@@ -115,48 +111,36 @@ def column_names(data: MelDataset) -> list[str]:
     return sorted(names, key=lambda name: (name.startswith("extra/"), name))
 
 
-def columns_of(
-    source: ExportSource,
-    start: int,  # first row
-    stop: int,  # behind the last row
-) -> Iterator[tuple[str, Any]]:  # name, and list of texts or array
-    "Yield the columns of some rows; raises VerifyError for a damaged file."
+def columns_of(source: ExportSource, start: int, stop: int) -> dict[str, Any]:
+    "Return the columns of some rows, lists of texts or arrays; raises VerifyError for a damaged file."
     data, file = source.data, source.data.file
     labels = data.labels[start:stop]
-    yield "row", np.arange(start, stop)
-    yield "split", [source.split] * (stop - start)
-    yield "label", [data.class_names[k] for k in labels.tolist()]
-    yield "label_id", labels.astype(np.int16)
+    page: dict[str, Any] = {"row": np.arange(start, stop), "split": [source.split] * (stop - start)}
+    page |= {"label": [data.class_names[k] for k in labels.tolist()], "label_id": labels.astype(np.int16)}
     with damage_errors(data.path):
-        yield from path_columns(file["files/path"][start:stop].tolist()).items()
-        yield "row_digest", _values(file["digests/rows"], start, stop)
-        for name in column_names(data):
-            values = _values(file[f"files/{name}"], start, stop)
-            yield name, values.astype(bool) if name == "silent" else values
+        page |= path_columns(file["files/path"][start:stop].tolist())
+        page["row_digest"] = _values(file["digests/rows"], start, stop)
+        page |= {name: _values(file[f"files/{name}"], start, stop) for name in column_names(data)}
+    return page | {"silent": page["silent"].astype(bool)}
 
 
 def column_pages(source: ExportSource, step: int = PAGE) -> Iterator[dict[str, Any]]:
     "Yield the columns page by page."
     for start in range(0, len(source), step):
-        yield dict(columns_of(source, start, min(start + step, len(source))))
-
-# %% ../../../nbs/dataset/export/formats.ipynb #f054000a
-def n_rejected(data: MelDataset) -> int:
-    "Return the number of rejected files."
-    return len(data.file["rejected/path"])
+        yield columns_of(source, start, min(start + step, len(source)))
 
 
 def rejected_pages(source: ExportSource) -> Iterator[dict[str, Any]]:
     "Yield split, path, code and message of the rejected files, page by page."
-    group, n = source.data.file["rejected"], n_rejected(source.data)
-    for start in range(0, n, PAGE):
-        stop = min(n, start + PAGE)
+    group = source.data.file["rejected"]
+    for start in range(0, source.n_rejected, PAGE):
+        stop = min(source.n_rejected, start + PAGE)
         with damage_errors(source.data.path):
             texts = {name: _values(group[name], start, stop) for name in ("code", "message")}
             paths = path_columns(group["path"][start:stop].tolist())
         yield {"split": [source.split] * (stop - start)} | paths | texts
 
-# %% ../../../nbs/dataset/export/formats.ipynb #f054000d
+
 def rows_of_block(source: ExportSource, n_bytes: int = 32 << 20) -> int:
     "Return the number of rows of a block of mels."
     return max(1, min(PAGE, n_bytes // max(1, source.row_bytes)))
@@ -180,19 +164,15 @@ def require_package(name: str) -> Any:  # the module; raises MissingPackageError
     except ModuleNotFoundError as e:
         raise missing_package(e) from e
 
-# %% ../../../nbs/dataset/export/formats.ipynb #f0850008
+
 def tree_size(folder: Path) -> tuple[int, int]:
     "Return the number of files below a folder, and their bytes."
     sizes = [path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()]
     return len(sizes), sum(sizes)
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f09a0005
-def parse_time(
-    text: str,  # ISO 8601; empty: not known
-) -> tuple[
-    datetime | None, int | None
-]:  # local time without zone; offset from UTC in seconds, where there is a zone
-    "Split a time into local time and offset."
+def parse_time(text: str) -> tuple[datetime | None, int | None]:
+    "Split a time in ISO 8601 into local time without zone and offset from UTC in seconds; None: not known."
     try:
         when = datetime.fromisoformat(text)
     except ValueError:
@@ -201,25 +181,12 @@ def parse_time(
     return when.replace(tzinfo=None), None if offset is None else round(offset.total_seconds())
 
 
-def with_times(page: dict[str, Any]) -> dict[str, Any]:
-    "Replace the texts of start_time by times, and add the offsets."
-    parsed = [parse_time(text) for text in page["start_time"]]
-    return page | {"start_time": [t for t, _ in parsed], "start_utc_offset_s": [s for _, s in parsed]}
-
-# %% ../../../nbs/dataset/export/formats.ipynb #f09a0008
 def file_schema(source: ExportSource) -> Any:  # pyarrow.Schema; raises MissingPackageError
     "Return the types of the table of recordings."
     pa = require_package("pyarrow")
     coded, text = pa.dictionary(pa.int32(), pa.string()), pa.string()
-    fields = {
-        "row": pa.int64(),
-        "split": coded,
-        "label": coded,
-        "label_id": pa.int16(),
-        "path": text,
-        "path_base64": text,
-        "row_digest": text,
-    }
+    fields = {"row": pa.int64(), "split": coded, "label": coded, "label_id": pa.int16()}
+    fields |= dict.fromkeys(("path", "path_base64", "row_digest"), text)
     for name in column_names(source.data):
         kind = source.data.file[f"files/{name}"].dtype
         fields[name] = text if kind.kind == "S" else pa.from_numpy_dtype(kind.newbyteorder("="))
@@ -231,7 +198,7 @@ def file_schema(source: ExportSource) -> Any:  # pyarrow.Schema; raises MissingP
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f09a000b
 def record_batch(schema: Any, page: Mapping[str, Any]) -> Any:  # pyarrow.RecordBatch
-    "Convert a page of columns (lists, or arrays of NumPy or pyarrow); those that the schema does not name are left out."
+    "Convert columns (lists, or arrays of NumPy or pyarrow); those that the schema does not name are left out."
     pa = require_package("pyarrow")
     arrays = [
         pa.array(page[f.name], f.type, from_pandas=isinstance(page[f.name], np.ndarray)) for f in schema
@@ -253,21 +220,6 @@ def export_differs(path: Path, found: str) -> VerifyError:
     )
 
 
-def _check(path: Path, schema: Any, pages: Pages, n_rows: int, done: Callable[[int], object]) -> None:
-    "Compare a Parquet file with the pages; raises VerifyError."
-    pa = require_package("pyarrow")
-    is_coded = pa.types.is_dictionary  # dictionaries are compared as the texts that they stand for
-    plain = pa.schema([f.with_type(pa.string()) if is_coded(f.type) else f for f in schema])
-    with require_package("pyarrow.parquet").ParquetFile(path) as file:
-        if not file.schema_arrow.equals(schema) or file.metadata.num_rows != n_rows:
-            raise export_differs(path, "types of the columns, or number of rows")
-        for n, page in enumerate(pages()):
-            right = pa.Table.from_batches([record_batch(schema, page)]).cast(plain)
-            if not file.read_row_group(n).cast(plain).equals(right):
-                raise export_differs(path, f"row group {n}")
-            done(len(right))
-
-
 def write_table(
     path: Path,  # a new file; a caller renames it when this function has returned
     schema: Any,  # pyarrow.Schema
@@ -275,9 +227,9 @@ def write_table(
     # called with numbers of rows: each row is written, and is checked
     done: Callable[[int], object] = lambda n: None,
     coded: list[str] | bool = True,  # columns with many equal values
-) -> int:  # rows; raises VerifyError, OSError
+) -> None:  # raises VerifyError, OSError
     "Write pages as a Parquet file, one row group each, and compare the file with them."
-    parquet = require_package("pyarrow.parquet")
+    pa, parquet = require_package("pyarrow"), require_package("pyarrow.parquet")
     n_rows = 0
     with path.open("xb") as f:
         with parquet.ParquetWriter(f, schema, compression="zstd", use_dictionary=coded) as writer:
@@ -288,8 +240,16 @@ def write_table(
                 done(len(batch))
         f.flush()
         os.fsync(f.fileno())
-    _check(path, schema, pages, n_rows, done)
-    return n_rows
+    is_coded = pa.types.is_dictionary  # dictionaries are compared as the texts that they stand for
+    plain = pa.schema([f.with_type(pa.string()) if is_coded(f.type) else f for f in schema])
+    with parquet.ParquetFile(path) as file:
+        if not file.schema_arrow.equals(schema) or file.metadata.num_rows != n_rows:
+            raise export_differs(path, "types of the columns, or number of rows")
+        for n, page in enumerate(pages()):
+            right = pa.Table.from_batches([record_batch(schema, page)]).cast(plain)
+            if not file.read_row_group(n).cast(plain).equals(right):
+                raise export_differs(path, f"row group {n}")
+            done(len(right))
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f05d0005
 NOT_GIVEN = "not given"
@@ -316,70 +276,53 @@ def filled(template: str, **values: Any) -> str:
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f05d0008
 _SHOWN = 20  # problems, codes and groups that are listed
-
-
-def _counts(values: Any) -> dict[str, int]:
-    "Return the counts of a dictionary of counts, the largest first."
-    pairs = values.items() if isinstance(values, Mapping) else ()
-    found = {str(k)[:200]: v for k, v in pairs if isinstance(v, int) and not isinstance(v, bool)}
-    return dict(sorted(found.items(), key=lambda kv: -kv[1])[:_SHOWN])
+_SHOWN_ATTRIBUTES = (
+    *("engine", "fingerprint", "schema_version", "leakmel_version", "digest_algorithm"),
+    DIGEST_ATTRIBUTE,
+)
 
 
 def _report_facts(path: Path) -> dict[str, Any]:  # of the data set
-    "Return what the report of the build adds; empty without a report that can be read."
-    try:
-        report = dict(read_own_json(path.with_name(f"{path.name}.report.json")))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return {}
-    verified = report.get("verified")
-    texts = {
-        "source": Path(str(report.get("root", ""))).name,
-        "built": report.get("created_at_utc"),
-        "verdict": verified.get("verdict") if isinstance(verified, dict) else None,
-    }
-    counts = {"problems": "problems_by_kind", "labels_by_people": "labels_by_people"}
-    return {
-        **{name: text[:500] for name, text in texts.items() if isinstance(text, str)},
-        **{name: _counts(report.get(part)) for name, part in counts.items()},
-    }
+    "Return what the report of the build adds, as texts; empty without a report that can be read."
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        report = read_own_json(path.with_name(f"{path.name}.report.json"))
+        found = {
+            "source": Path(str(report.get("root", ""))).name,
+            "built": report.get("created_at_utc"),
+            "verdict": (report.get("verified") or {}).get("verdict"),
+            "problems": report.get("problems_by_kind") or "none",
+            "labels_by_people": report.get("labels_by_people"),
+        }
+        return {name: str(value)[:1000] for name, value in found.items() if value}
+    return {}
 
-# %% ../../../nbs/dataset/export/formats.ipynb #f05d0009
+
 GROUPS = ("sensor", "session", "folder")  # columns whose values are groups of recordings
 
 
 def _column_facts(source: ExportSource) -> dict[str, Any]:
     "Return counts over the columns, which are read page by page."
-    groups = {name: dict[str, set[str]]() for name in GROUPS}
-    status, rates = Counter[str](), Counter[str]()
+    groups = {name: set[tuple[str, str]]() for name in GROUPS}  # and the label
+    status, rates, sums = Counter[str](), Counter[str](), Counter(silent=0, clipped=0)
     times: list[str] = []
-    level: list[np.ndarray] = []
-    silent = clipped = 0
     seconds = 0.0
     for page in column_pages(source):
-        for name in GROUPS:
-            for group, label in set(zip(page[name], page["label"])):
-                if group:
-                    groups[name].setdefault(label, set()).add(group)
+        for name, found in groups.items():
+            found.update((group, label) for group, label in zip(page[name], page["label"]) if group)
         status.update(page["status"])
         rates.update(map(str, page["sample_rate"].tolist()))
         known = [t for t in page["start_time"] if t]
         times = [min(known + times[:1]), max(known + times[1:])] if known else times
-        level.append(page["rms_db"])
-        silent += int(page["silent"].sum())
-        clipped += int((page["clipped_share"] > 0).sum())
+        sums.update(silent=int(page["silent"].sum()), clipped=int((page["clipped_share"] > 0).sum()))
         seconds += float((page["n_samples"] / np.maximum(1, page["sample_rate"])).sum())
-    levels = np.concatenate([np.zeros(0), *level])
-    levels = levels[np.isfinite(levels)]
     return {
-        "groups": {name: {k: len(v) for k, v in found.items()} for name, found in groups.items() if found},
-        "n_groups": {name: len(set().union(*found.values())) for name, found in groups.items() if found},
+        "groups": {name: Counter(label for _, label in found) for name, found in groups.items() if found},
+        "n_groups": {name: len({group for group, _ in found}) for name, found in groups.items()},
         "changed": {name: n for name, n in status.most_common() if name != "ok"},
         "sample_rates": dict(rates.most_common(_SHOWN)),
         "hours": seconds / 3600,
         "times": times,
-        "rms_db": [round(float(x), 1) for x in np.percentile(levels, (5, 50, 95))] if len(levels) else [],
-        "silent": silent,
-        "clipped": clipped,
+        **sums,
     }
 
 
@@ -395,32 +338,20 @@ def data_set_facts(source: ExportSource) -> dict[str, Any]:  # plain values
         "split": source.split,
         "rows": len(data),
         "labels": dict(zip(data.class_names, counts)),
-        "rejected": n_rejected(data),
+        "rejected": source.n_rejected,
         "rejected_by_code": dict(codes.most_common(_SHOWN)),
         "row_shape": list(map(int, data.mels.shape[1:])),
-        "waveforms": WAVEFORMS in data.file,
         "naming": str(attributes.get("naming_json", "")),
         "spec": data.spec.to_dict(),
         "preset": data.spec.preset_name or "",
-        "engine": str(attributes["engine"]),
-        "fingerprint": str(attributes["fingerprint"]),
-        "schema_version": int(attributes["schema_version"]),
-        "leakmel_version": str(attributes["leakmel_version"]),
-        "digest_algorithm": str(attributes["digest_algorithm"]),
-        "metadata_digest": str(attributes[DIGEST_ATTRIBUTE]),
+        **{name: str(attributes[name]) for name in _SHOWN_ATTRIBUTES},
         "n_bytes": os.path.getsize(data.path),
         **_column_facts(source),
         **_report_facts(data.path),
     }
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f05d000e
-_CARD = """{%- macro head(f) %}
-{% if facts|length > 1 %}
-### {{ f.split }}
-
-{% endif %}
-{% endmacro %}
-# Data set {{ name }}
+_CARD = """# Data set {{ name }}
 
 Log-mel spectrograms of recordings of pipes, with labels, for the detection of leaks.
 
@@ -433,11 +364,11 @@ Log-mel spectrograms of recordings of pipes, with labels, for the detection of l
 {% for f in facts %}
 | {{ f.split }} | {{ f.rows }} |{% for label in labels %} {{ f.labels.get(label, 0) }} |{% endfor %} {{ f.rejected }} |
 {% endfor %}
-
-## Origin
 {% for f in facts %}
+{% set of = " of " ~ f.split if facts|length > 1 else "" %}
 
-{{ head(f) -}}
+## Origin{{ of }}
+
 - Recordings: {{ "{:,.2f}".format(f.hours) }} hours, sample rates (Hz): {{ f.sample_rates }}
 {% for what, value in (
   ("Folder of the recordings", f.source), ("Source of labels and names", f.naming),
@@ -447,12 +378,9 @@ Log-mel spectrograms of recordings of pipes, with labels, for the detection of l
 {% if f.times %}
 - Recorded from {{ f.times[0] }} to {{ f.times[1] }} (time of the loggers)
 {% endif %}
-{% endfor %}
 
-## Groups
-{% for f in facts %}
+## Groups{{ of }}
 
-{{ head(f) -}}
 {% if f.groups %}
 | groups | all |{% for label in f.labels %} with {{ label }} |{% endfor %}
 
@@ -465,29 +393,16 @@ Log-mel spectrograms of recordings of pipes, with labels, for the detection of l
 {% else %}
 No sensors, sessions or folders are known: recordings of one sensor can be in several splits.
 {% endif %}
-{% endfor %}
 
-## Known problems
-{% for f in facts %}
+## Known problems{{ of }}
 
-{{ head(f) -}}
 - {{ "{:,}".format(f.rejected) }} files were rejected: {{ f.rejected_by_code or "none" }}
 - Changed to fit the settings: {{ f.changed or "none" }}
 - Silent: {{ "{:,}".format(f.silent) }}; with clipped samples: {{ "{:,}".format(f.clipped) }}
-{% if f.rms_db %}
-- Level (5 %, median, 95 %): {{ f.rms_db|join(", ") }} dB re full scale
-{% endif %}
-{% if f.problems is defined %}
-- Problems in the report of the build: {{ f.problems or "none" }}
-{% else %}
-- There is no report of the build next to the file, so other problems are not known.
-{% endif %}
-{% endfor %}
+- Problems in the report of the build: {{ "no report is next to the file" if f.problems is undefined else f.problems }}
 
-## Settings and digests
-{% for f in facts %}
+## Settings and digests{{ of }}
 
-{{ head(f) -}}
 - Features: preset {{ f.preset or "own settings" }}, log-mel in dB, float16, row of {{ f.row_shape }}
 - Settings: {% for name, value in f.spec.items() %}{{ name }} {{ value }}{{ "" if loop.last else ", " }}{% endfor %}
 
@@ -528,8 +443,6 @@ _TERMS = (
     "citeAs column conformsTo extract field fileProperty fileObject fileSet format includes isLiveDataset jsonPath "
     "key md5 parentField path recordSet references regex repeated replace separator source subField transform"
 )
-
-
 _CONTEXT = {  # of Croissant 1.0
     "@language": "en",
     "@vocab": "https://schema.org/",
@@ -543,7 +456,7 @@ _CONTEXT = {  # of Croissant 1.0
     "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
 }
 
-# %% ../../../nbs/dataset/export/formats.ipynb #f01d0008
+
 _KINDS = {  # functions of pyarrow.types -> types of schema.org; the first one that holds counts
     "is_nested": "",
     "is_boolean": "sc:Boolean",
@@ -562,18 +475,14 @@ def record_set(
     fields: list[dict[str, Any]] = []
     for column in schema:
         if kind := next((k for test, k in _KINDS.items() if getattr(types, test)(column.type)), "sc:Text"):
+            about = {"name": show_path(column.name), "dataType": kind}
+            source = {"fileObject": {"@id": name}, "extract": {"column": column.name}}
             fields.append(
-                {
-                    "@type": "cr:Field",
-                    "@id": f"{table}/{len(fields):03d}",
-                    "name": show_path(column.name),
-                    "dataType": kind,
-                    "source": {"fileObject": {"@id": name}, "extract": {"column": column.name}},
-                }
+                {"@type": "cr:Field", "@id": f"{table}/{len(fields):03d}", **about, "source": source}
             )
     return {"@type": "cr:RecordSet", "@id": table, "name": table, "field": fields}
 
-# %% ../../../nbs/dataset/export/formats.ipynb #f01d0009
+
 def croissant(
     name: str,
     description: str,
@@ -598,14 +507,8 @@ def croissant(
         "datePublished": date,
         "keywords": list(keywords),
         "distribution": [
-            {
-                "@type": "cr:FileObject",
-                "@id": file,
-                "name": file,
-                "contentUrl": file,
-                "encodingFormat": media,
-                "sha256": digest,
-            }
+            {"@type": "cr:FileObject", **dict.fromkeys(("@id", "name", "contentUrl"), file)}
+            | {"encodingFormat": media, "sha256": digest}
             for file, digest in digests.items()
         ],
         "recordSet": list(record_sets),
@@ -614,8 +517,7 @@ def croissant(
 
 def croissant_text(values: Mapping[str, Any]) -> str:
     "Return a description as the text of its file."
-    text = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
-    return text.encode("utf-8", "backslashreplace").decode()
+    return json.dumps(values, indent=1) + "\n"
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0570005
 _Done = Callable[[int], object]  # called with numbers of rows, twice for each
@@ -631,7 +533,8 @@ def write_parquet(folder: Path, sources: Sequence[ExportSource], done: _Done) ->
 
     def pages() -> Iterator[dict[str, Any]]:
         for page in chain.from_iterable(map(column_pages, sources)):
-            yield dict.fromkeys(schema.names, [None] * len(page["row"])) | with_times(page)
+            page["start_time"], page["start_utc_offset_s"] = zip(*map(parse_time, page["start_time"]))
+            yield dict.fromkeys(schema.names, [None] * len(page["row"])) | page
 
     write_table(folder / "files.parquet", schema, pages, done)
     coded, text = pa.dictionary(pa.int32(), pa.string()), pa.string()
@@ -642,13 +545,8 @@ def write_parquet(folder: Path, sources: Sequence[ExportSource], done: _Done) ->
     )
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0430005
-_NAMES = {"training": "train", "testing": "test", "all": "unsplit"}  # `datasets` reserves the word all
-
-
-def nested_array(
-    block: np.ndarray,  # [n, ...]
-) -> Any:  # pyarrow.Array of n lists of lists
-    "Return a block of mels as nested lists."
+def nested_array(block: np.ndarray) -> Any:  # pyarrow.Array
+    "Return a block of mels, [n, ...], as n lists of lists."
     pa = require_package("pyarrow")
     array = pa.array(block.reshape(-1))
     for axis in range(block.ndim - 1, 0, -1):
@@ -658,8 +556,9 @@ def nested_array(
 
 
 def _split_name(source: ExportSource, sources: Sequence[ExportSource]) -> str:
-    "Return the name of a split in `datasets`; a data set without splits is called train, as loaders expect."
-    return "train" if len(sources) == 1 and source.split == "all" else _NAMES.get(source.split, source.split)
+    "Return the name of a split in `datasets`, which reserves the word all; loaders expect train if there is one."
+    alone = "train" if len(sources) == 1 else "unsplit"
+    return {"training": "train", "testing": "test", "all": alone}.get(source.split, source.split)
 
 
 def _mel_schema(source: ExportSource) -> Any:  # pyarrow.Schema, with the features of `datasets`
@@ -673,11 +572,9 @@ def _mel_schema(source: ExportSource) -> Any:  # pyarrow.Schema, with the featur
     for field in file_schema(source):
         if field.name not in ("label", "label_id"):
             fields[field.name] = pa.string() if pa.types.is_dictionary(field.type) else field.type
-    words = {name: str(kind).replace("double", "float64") for name, kind in fields.items()}
-    features: dict[str, Any] = {
-        name: {"dtype": "float32" if word == "float" else word, "_type": "Value"}
-        for name, word in words.items()
-    }
+    words, features = {"float": "float32", "double": "float64"}, dict[str, Any]()
+    for name, kind in fields.items():
+        features[name] = {"dtype": words.get(str(kind), str(kind)), "_type": "Value"}
     features["mel"] = {"shape": shape, "dtype": "float16", "_type": f"Array{len(shape)}D"}
     features["label"] = {"names": source.data.class_names, "_type": "ClassLabel"}
     return pa.schema(list(fields.items()), {"huggingface": json.dumps({"info": {"features": features}})})
@@ -688,7 +585,8 @@ def _mel_pages(source: ExportSource, start: int, stop: int) -> Iterator[dict[str
     step = rows_of_block(source)
     for first in range(start, stop, step):
         last = min(stop, first + step)
-        page = with_times(dict(columns_of(source, first, last)))
+        page = columns_of(source, first, last)
+        page["start_time"], page["start_utc_offset_s"] = zip(*map(parse_time, page["start_time"]))
         page["label"] = page.pop("label_id").astype(np.int64)
         yield page | {"mel": nested_array(mel_block(source, first, last))}
 
@@ -702,11 +600,8 @@ def write_huggingface(folder: Path, sources: Sequence[ExportSource], done: _Done
     for source in sources:
         schema = _mel_schema(source)
         step = rows_of_block(source)
-        coded = [
-            field.name
-            for field in schema
-            if str(field.type) == "string" and field.name not in ("path", "row_digest", "digest")
-        ]
+        texts = {field.name for field in schema if str(field.type) == "string"}
+        coded = sorted(texts - {"path", "row_digest", "digest"})
         # of a file: 400 MB of mels
         n_rows = max(1, (400 << 20) // max(1, step * source.row_bytes)) * step
         shards = range(0, max(1, len(source)), n_rows)
@@ -716,17 +611,12 @@ def write_huggingface(folder: Path, sources: Sequence[ExportSource], done: _Done
             write_table(folder / "data" / name, schema, pages, done, coded)
 
 
-def front_matter(
-    sources: Sequence[ExportSource], license: str | None = None
-) -> str:  # YAML between lines of dashes, for README.md
-    "Return the settings with which `datasets` finds the files."
-    lines = ["---"]
-    if license is not None:
-        lines += ["license: other", f"license_name: {json.dumps(license)}"]
-    lines += ["configs:", "- config_name: default", "  data_files:"]
-    for split in (_split_name(s, sources) for s in sources):
-        lines += [f"  - split: {split}", f"    path: data/{split}-*.parquet"]
-    return "\n".join([*lines, "---", "", ""])
+def front_matter(sources: Sequence[ExportSource], license: str | None = None) -> str:
+    "Return the head of README.md with which `datasets` finds the files, YAML between lines of dashes."
+    head = "" if license is None else f"license: other\nlicense_name: {json.dumps(license)}\n"
+    names = [_split_name(s, sources) for s in sources]
+    files = "".join(f"  - split: {name}\n    path: data/{name}-*.parquet\n" for name in names)
+    return f"---\n{head}configs:\n- config_name: default\n  data_files:\n{files}---\n\n"
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0090008
 _PER_SAMPLE = 6 * 512 + 2048  # bytes of a sample without its mels, about
@@ -740,14 +630,12 @@ def json_rows(page: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(page, finite))
 
 
-def _tar_members(
-    source: ExportSource, start: int, stop: int, done: _Done
-) -> Iterator[tuple[str, bytes]]:  # name, content
-    "Yield the members of a tar file with some rows."
+def _tar_members(source: ExportSource, start: int, stop: int, done: _Done) -> Iterator[tuple[str, bytes]]:
+    "Yield names and contents of the members of a tar file with some rows."
     step = rows_of_block(source)
     for first in range(start, stop, step):
         last = min(stop, first + step)
-        rows = json_rows(dict(columns_of(source, first, last)))
+        rows = json_rows(columns_of(source, first, last))
         for k, (mel, row) in enumerate(zip(mel_block(source, first, last), rows), first):
             key, npy = f"{source.split}-{k:09d}", io.BytesIO()
             np.save(npy, mel, allow_pickle=False)
@@ -787,46 +675,36 @@ def _attributes(source: ExportSource) -> dict[str, Any]:
     }
 
 
-def _write_array(path: Path, group: Any, stored: Any, name: str, start: int, values: np.ndarray) -> None:
-    "Write some values of an array, and compare it with them."
+def _write_array(group: Any, name: str, start: int, values: np.ndarray) -> None:
+    "Write some values of an array, read them again and compare."
     rows = slice(start, start + len(values))
     group[name][rows] = values
-    found = stored[name][rows]
+    found = group[name][rows]
     is_text = values.dtype.kind == "T"  # numbers are compared bit by bit
     if found.tolist() != values.tolist() if is_text else found.tobytes() != values.tobytes():
-        raise export_differs(path, f"array {name} from row {start}")
+        raise export_differs(Path(group.store.root), f"array {name} from row {start}")
 
 
-def _write_columns(path: Path, group: Any, stored: Any, source: ExportSource) -> None:
-    "Write the columns of recordings and of rejected files page by page; each array names its column."
-    files, rejected = (
-        dict(columns_of(source, 0, 0)),
-        dict.fromkeys(("path", "path_base64", "code", "message")),
-    )
-    for folder, n, columns, pages in (
-        ("files", len(source), files, column_pages(source)),
-        ("rejected", n_rejected(source.data), rejected, rejected_pages(source)),
-    ):
-        names = [name for name in columns if name not in ("row", "split", "label_id")]
-        arrays = {
-            name: f"{folder}/{name if re.fullmatch('[A-Za-z][A-Za-z0-9_-]{0,99}', name) else f'column_{k:04d}'}"
-            for k, name in enumerate(names)
-        }
+def _write_columns(group: Any, folder: str, columns: Mapping[str, Any], n: int, pages: Iterable[Any]) -> None:
+    "Write columns, given with their types, page by page; each array names its column."
+    arrays = {
+        name: f"{folder}/{name if re.fullmatch('[A-Za-z][A-Za-z0-9_-]{0,99}', name) else f'column_{k:04d}'}"
+        for k, name in enumerate(columns)
+    }
+    for name, array in arrays.items():
+        group.create_array(
+            array,
+            shape=(n,),
+            chunks=(max(1, min(n, PAGE)),),
+            dtype=getattr(columns[name], "dtype", "string"),
+            dimension_names=["row"],
+            attributes={"column": name},
+        )
+    for k, page in enumerate(pages):
         for name, array in arrays.items():
-            group.create_array(
-                array,
-                shape=(n,),
-                chunks=(max(1, min(n, PAGE)),),
-                dtype=getattr(columns[name], "dtype", "string"),
-                dimension_names=["row"],
-                attributes={"column": name},
-            )
-        for k, page in enumerate(pages):
-            for name, array in arrays.items():
-                values = page[name]
-                if not isinstance(values, np.ndarray):
-                    values = np.array(values, np.dtypes.StringDType())
-                _write_array(path, group, stored, array, k * PAGE, values)
+            is_array = isinstance(page[name], np.ndarray)
+            values = page[name] if is_array else np.array(page[name], np.dtypes.StringDType())
+            _write_array(group, array, k * PAGE, values)
 
 
 def write_zarr(folder: Path, sources: Sequence[ExportSource], done: _Done) -> None:
@@ -836,34 +714,37 @@ def write_zarr(folder: Path, sources: Sequence[ExportSource], done: _Done) -> No
     """
     zarr = require_package("zarr")
     for source in sources:
-        path = folder / f"{source.split}.zarr"
-        shape = source.data.mels.shape
-        group = zarr.open_group(str(path), mode="w-", zarr_format=3, attributes=_attributes(source))
+        path, data = str(folder / f"{source.split}.zarr"), source.data
+        group = zarr.open_group(path, mode="w-", zarr_format=3, attributes=_attributes(source))
         chunk = min(rows_of_block(source, 4 << 20), max(1, len(source)))
         group.create_array(
             "segments_mel",
-            shape=shape,
-            chunks=(chunk, *shape[1:]),
+            shape=data.mels.shape,
+            chunks=(chunk, *data.mels.shape[1:]),
             dtype="float16",
             dimension_names=list(_AXES),
             attributes={"units": "dB"},
         )
-        stored = zarr.open_group(str(path), mode="r")
         step = -(-rows_of_block(source) // chunk) * chunk  # so that each chunk is compressed once
         for start in range(0, len(source), step):
             block = mel_block(source, start, start + step)
-            _write_array(path, group, stored, "segments_mel", start, block)
+            _write_array(group, "segments_mel", start, block)
             done(2 * len(block))
-        data, names = source.data, {"names": source.data.class_names}
-        group.create_array(
-            "labels", shape=(len(source),), dtype="int16", dimension_names=["row"], attributes=names
-        )
-        _write_array(path, group, stored, "labels", 0, data.labels.astype(np.int16))
-        for name in _AXES[1:4]:
-            values = data.file[name][:]
-            group.create_array(name, shape=values.shape, dtype=values.dtype, dimension_names=[name])
-            _write_array(path, group, stored, name, 0, values)
-        _write_columns(path, group, stored, source)
+        arrays = {"labels": data.labels.astype(np.int16)} | {name: data.file[name][:] for name in _AXES[1:4]}
+        for name, values in arrays.items():
+            axis, attributes = ("row", {"names": data.class_names}) if name == "labels" else (name, None)
+            group.create_array(
+                name, shape=values.shape, dtype=values.dtype, dimension_names=[axis], attributes=attributes
+            )
+            _write_array(group, name, 0, values)
+        files = {
+            name: values
+            for name, values in columns_of(source, 0, 0).items()
+            if name not in ("row", "split", "label_id")
+        }
+        _write_columns(group, "files", files, len(source), column_pages(source))
+        rejected = dict.fromkeys(("path", "path_base64", "code", "message"))
+        _write_columns(group, "rejected", rejected, source.n_rejected, rejected_pages(source))
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f0570007
 _WRITERS: dict[str, tuple[Callable[..., None], str]] = {  # format -> writer, package that it needs
@@ -911,23 +792,15 @@ def _write_about(
     head = front_matter(sources, license) if to == "huggingface" else ""
     card = head + data_set_card(facts, name=name, license=license)
     (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
-    stored = [
-        {
-            "split": s.split,
-            "file": f["name"],
-            "labels": s.data.class_names,
-            "row_shape": f["row_shape"],
-            "rows": len(s),
-            "rejected": f["rejected"],
-            "attributes": _attributes(s),
-        }
-        for s, f in zip(sources, facts)
-    ]
     values = {
         "written_by": f"{MARKER} {__version__}",
         "format": to,
         "waveforms": "not exported",
-        "data_sets": stored,
+        "data_sets": [
+            {"split": s.split, "file": f["name"], "labels": s.data.class_names, "attributes": _attributes(s)}
+            | {name: f[name] for name in ("row_shape", "rows", "rejected")}
+            for s, f in zip(sources, facts)
+        ],
     }
     (folder / "dataset.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     if to == "zarr":  # its chunks are files of no meaning by themselves
@@ -990,7 +863,7 @@ def export_dataset(
             path=target,
             format=to,
             rows=n_rows,
-            rejected=sum(n_rejected(s.data) for s in sources),
+            rejected=sum(s.n_rejected for s in sources),
             splits=tuple(s.split for s in sources),
             files=files,
             n_bytes=size,
