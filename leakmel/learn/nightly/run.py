@@ -57,9 +57,8 @@ from leakmel.learn.nightly.nights import (
     sensor_table,
     stored_reference,
 )
-from leakmel.learn.predict.predict import detector_of, predict
-from leakmel.learn.predict.readers import RecordingList, find_recordings
-from leakmel.learn.predict.scoring import ScoredRecording
+from leakmel.learn.predict.predict import ScoredRecording, detector_of, predict
+from leakmel.learn.predict.scoring import RecordingList, find_recordings
 from leakmel.mel.engines import open_engine
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.progress import Progress, announce
 from leakmel.core.run_plan import RowTable, user_path
 from leakmel.dataset.file.reader import MelDataset
-from leakmel.learn.data.groups import LEAKY_SPLIT, Group, find_shared, recordings_of
+from leakmel.learn.data.splits import LEAKY_SPLIT, Group, find_shared, recordings_of
 from leakmel.learn.data.segments import (
     LEFT_OUT,
     DataSource,

@@ -62,7 +62,7 @@ from leakmel.learn.embed.embed import (
 )
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.predict.predict import predict
-from leakmel.learn.predict.readers import find_recordings
+from leakmel.learn.predict.scoring import find_recordings
 from leakmel.mel.spec import MelSpec
 
 # %% ../../../nbs/learn/review/review.ipynb #e4c8f3bf
