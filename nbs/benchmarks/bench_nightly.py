@@ -33,7 +33,7 @@ from leakmel.learn.nightly.nights import (
     sensor_table,
 )
 from leakmel.learn.nightly.run import LISTED, VISITS_HTML
-from leakmel.learn.predict.readers import RecordingList
+from leakmel.learn.predict.scoring import RecordingList
 from leakmel.ops.bench import record_head
 
 FIRST_NIGHT = date(2025, 1, 1)

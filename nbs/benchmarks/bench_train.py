@@ -131,7 +131,7 @@ def _train(bench: _Bench, name: str, stop_s: float) -> tuple[dict[str, Any], Det
                 "first_step_s": state.stepper.first_step_s,
                 "warmup_s": warm_s,
                 "warmup_batches": warm["n_batches"],
-                "loader": repr(state.loader),
+                "loader": state.loader.kind,
                 "half": str(state.stepper.half),
                 "gpu_percent": mean(timeline.samples, "gpu_percent"),
                 "last_loss": loss,

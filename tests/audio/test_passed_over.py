@@ -20,7 +20,7 @@ from leakmel.audio.listing import holds_recording, is_system_folder
 from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.synth import wav_bytes
 from leakmel.cli import main
-from leakmel.learn.predict.readers import find_recordings
+from leakmel.learn.predict.scoring import find_recordings
 from leakmel.ops.doctor import measure_recordings
 from leakmel.sets.fetch import read_members
 

@@ -32,7 +32,7 @@ from leakmel.learn.data.segments import Segments, make_task
 from leakmel.learn.model.detector import BlendClassifier, BlendSettings, from_plain, to_plain
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.spectral import SpectralClassifier, fit_spectral, spectral_features
-from leakmel.learn.predict.readers import find_recordings
+from leakmel.learn.predict.scoring import find_recordings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUIET: dict[str, Any] = {"progress": "none"}

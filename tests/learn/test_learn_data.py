@@ -19,7 +19,6 @@ import torch
 from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 import leakmel as lm
 from leakmel.core.errors import DataError, LeakmelError, UsageError, VerifyError
@@ -239,14 +238,11 @@ def test_levels(built, level, preload):
         expected = every.reshape(-1, *every.shape[1 + LEVELS[level] :])
         assert len(ds) == len(expected)
         assert ds.item_shape == expected.shape[1:]
-        items = [0, len(ds) - 1, -1, 1, 1, len(ds) // 2]
+        items = [0, len(ds) - 1, 1, 1, len(ds) // 2]
         b = ds.batch(items)
         assert b.x.dtype == torch.float16
         assert np.array_equal(b.x.numpy(), expected[items])
         assert b.y.tolist() == np.repeat(raw.labels, ds.per_row)[items].tolist()
-        for (x, y), i in zip(ds.__getitems__(items), items, strict=True):
-            assert np.array_equal(x, expected[i])
-            assert y == ds[i][1]
         assert (
             ds.rows[ds.recording_of(np.arange(len(ds)))].tolist()
             == np.repeat(np.arange(len(raw)), ds.per_row).tolist()
@@ -256,8 +252,7 @@ def test_levels(built, level, preload):
 def test_items_beyond_the_end(small):
     for i in (len(small), -len(small) - 1):
         with pytest.raises(IndexError, match=f"item {i} does not exist"):
-            small[i]
-    assert sum(1 for _ in small) == len(small)  # by IndexError, as sequences do
+            small.batch([0, i])
 
 
 @each("form", [{}, {"chunks": True}, {"chunks": (1, *SHAPE), "compression": "gzip"}])
@@ -273,12 +268,6 @@ def test_earlier_systems_files(tmp_path, form, kind):
             assert b.x.dtype == (torch.float32 if kind == "<f4" else torch.float16)
 
 
-def test_a_torch_loader_takes_items_as_they_are(small):
-    found = list(DataLoader(small, batch_size=8))
-    assert torch.equal(torch.cat([x for x, _ in found]), small.batch(np.arange(36)).x)
-    assert torch.cat([y for _, y in found]).tolist() == np.repeat(small.labels, 4).tolist()
-
-
 def test_rows_of_several_files(built):
     paths = [built["training"], built["validation"]]
     with lm.open_dataset(paths[0]) as a, lm.open_dataset(paths[1]) as b:
@@ -288,7 +277,6 @@ def test_rows_of_several_files(built):
         with Segments(paths, level="recording", rows=rows, preload_to_ram=preload) as ds:
             assert np.array_equal(ds.batch([0, 1, 2, 3, 0]).x.numpy(), every[rows[[0, 1, 2, 3, 0]]])
             assert ds.labels.tolist() == labels[rows].tolist()
-            assert torch.equal(pickle.loads(pickle.dumps(ds)).batch([3, 1]).x, ds.batch([3, 1]).x)
 
 
 def test_files_that_do_not_belong_together(tmp_path, built):
@@ -316,7 +304,6 @@ def test_segments_are_preloaded_only_if_memory_suffices(tmp_path, monkeypatch):
             assert (ds.preloaded is not None) is held
     with Segments(path, legacy=True, preload_to_ram=True) as ds:
         assert ds.preloaded is not None
-        assert pickle.loads(pickle.dumps(ds)).preloaded is None  # a new process gets no copy
 
 
 def test_loading_in_pieces(tmp_path, monkeypatch):
@@ -440,8 +427,9 @@ def test_labels_may_differ_without_a_task(tmp_path):
             rows=np.array([11, 2]),
             preload_to_ram=preload,
         ) as ds:
-            assert (len(ds), ds.rows.tolist(), ds[5][1]) == (8, [11, 2], LEFT_OUT)
-            assert np.array_equal(ds[5][0], mels(6, 1)[2, 1])
+            item = ds.batch([5])
+            assert (len(ds), ds.rows.tolist(), item.y.tolist()) == (8, [11, 2], [LEFT_OUT])
+            assert np.array_equal(item.x[0], mels(6, 1)[2, 1])
     with Segments(
         paths[0],
         legacy=True,
@@ -638,7 +626,7 @@ def test_resumed_order_equals_uninterrupted_order(s, stop):
 def test_an_epoch_has_each_item_once(s):
     for epoch in range(2):
         order = order_of(**s)
-        order.set_epoch(epoch)
+        order.epoch = epoch
         found = run(order, len(order))
         assert sorted(sum(found, [])) == list(range(order.n_items))
         assert (order.epoch, order.batch) == (epoch + 1, 0)
@@ -677,12 +665,7 @@ def test_place_in_another_order(change):
 
 @each(
     "state",
-    [
-        {},
-        {"epoch": 0, "batch": "x", "check": 1},
-        {"epoch": -1, "batch": 0, "check": 0},
-        {"epoch": 0, "batch": 99, "check": 0},
-    ],
+    [{"epoch": -1, "batch": 0, "check": 0, "seed": 0}, {"epoch": 0, "batch": 99, "check": 0, "seed": 0}],
 )
 def test_bad_places(state):
     with raises("order-differs", UsageError):
@@ -719,7 +702,7 @@ def test_loaders_yield_every_item(small, options, size):
         assert len(epochs[0]) == len(loader)
         if options.get("shuffle", True) and size < 36:
             assert not torch.equal(epochs[0][0].items, epochs[1][0].items)
-        loader.order.set_epoch(0)
+        loader.order.epoch = 0
         for a, b in zip(loader, epochs[0], strict=True):
             assert torch.equal(a.items, b.items)
 
@@ -797,5 +780,5 @@ def test_which_loader(small, monkeypatch):
         assert open_loader(small, 4).kind == kind
     with Segments(small.sources[0], preload_to_ram=True) as held:
         loader = open_loader(held, 4)
-        assert isinstance(loader, loaders.DeviceLoader)
+        assert loader.kind == "device"
         assert loader.x.data_ptr() == held.preloaded.data_ptr()  # type: ignore[union-attr]

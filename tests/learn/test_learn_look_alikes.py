@@ -19,8 +19,8 @@ from test_learn_predict import made_detector, noise, put
 import leakmel as lm
 from leakmel.audio.labels import read_labels
 from leakmel.cli import main
-from leakmel.learn.data.groups import group_values
-from leakmel.learn.data.groups import find_shared
+from leakmel.learn.data.splits import group_values
+from leakmel.learn.data.splits import find_shared
 from leakmel.learn.data.segments import Segments, find_label, make_task
 from leakmel.learn.data.splits import LeakySplitWarning, existing_split, group_split
 from leakmel.learn.metrics.significance import recording_groups

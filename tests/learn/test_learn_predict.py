@@ -41,7 +41,7 @@ from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.predict import predict as prediction
 from leakmel.learn.predict.predict import rule_of
 from leakmel.learn.predict.predict import COLUMNS, Predictions, rejected_path
-from leakmel.learn.predict.readers import RowBlock
+from leakmel.learn.predict.scoring import RowBlock
 from leakmel.mel.engines import load_class
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,7 +21,7 @@ import leakmel as lm
 from each import each
 from errors import raises
 from leakmel.core.errors import DataError, OutputError, UsageError
-from leakmel.learn.data.groups import recordings_of
+from leakmel.learn.data.splits import recordings_of
 from leakmel.learn.data.segments import LEFT_OUT, Segments, make_task, open_loader
 from leakmel.learn.data.splits import LeakySplitWarning
 from leakmel.learn.metrics.significance import Groups, recording_groups

@@ -138,7 +138,7 @@ class Staged:
             self.epochs += 1
             return e
 
-        monkeypatch.setattr("leakmel.learn.train.loop.end_epoch", staged)
+        monkeypatch.setattr("leakmel.learn.train.state.end_epoch", staged)
         monkeypatch.setattr("leakmel.learn.train.loop.update_card", lambda *args, **named: None)
 
 

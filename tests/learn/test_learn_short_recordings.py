@@ -301,7 +301,7 @@ def test_loaders_exclude_padding_after_the_recording(rows, options):
                     right = ds.batch(b.items.numpy())
                     assert torch.equal(b.x, right.x)
                     assert torch.equal(b.y, right.y)
-            loader.order.set_epoch(0)
+            loader.order.epoch = 0
             for _ in loader:
                 break
             place = json.loads(json.dumps(loader.order.state_dict()))
@@ -348,7 +348,7 @@ def test_an_epoch_of_uneven_rows_has_each_item_once(counts, block_rows, buffer_b
 def test_checkpoints_of_equal_rows_are_resumed(change, check, n_batches):
     "Check sums that were noted before rows could be uneven."
     order = BatchOrder(4 * np.arange(31), 7, seed=5, **change)
-    order.set_epoch(2)
+    order.epoch = 2
     assert (order.state_dict()["check"], len(order)) == (check, n_batches)
 
 

@@ -22,8 +22,8 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError
 from leakmel.dataset.file.reader import MelDataset
 from leakmel.learn.data.segments import Segments, make_task
-from leakmel.learn.data.groups import MAX_EXHAUSTIVE, group_values, join_groups, divide_groups
-from leakmel.learn.data.groups import KINDS, find_shared, shared_values
+from leakmel.learn.data.splits import MAX_EXHAUSTIVE, group_values, join_groups, divide_groups
+from leakmel.learn.data.splits import KINDS, find_shared, shared_values
 from leakmel.learn.data.splits import (
     LeakySplitWarning,
     Split,
@@ -105,7 +105,7 @@ def test_a_clean_split(tmp_path):
         Segments(list(made.values()), rows=split.parts["testing"], level="recording") as ds,
         lm.open_dataset(made["testing"]) as raw,
     ):
-        assert np.array_equal(ds[0][0], raw[0][0])
+        assert np.array_equal(ds.batch([0]).x[0], raw[0][0])
 
 
 @each(

@@ -361,7 +361,7 @@ def test_the_decision_is_made_on_the_device_of_the_training(
         devices.append(given[-1])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "detector_of", lambda *_, **__: None)
+    monkeypatch.setattr(loop.states, "detector_of", lambda *_, **__: None)
     monkeypatch.setattr(loop, "with_decision", with_decision)
     with pytest.raises(KeyboardInterrupt):
         loop.finish_training(loop.TrainingRun(state, tmp_path, CheckpointSettings()), "")
@@ -482,7 +482,7 @@ def test_out_of_memory_recovery_is_reported(
     from leakmel.learn.train import step
 
     real, batches = step.micro_batch_loss, iter([out_of_memory])
-    monkeypatch.setattr(step, "micro_batch_loss", lambda *args: next(batches, real)(*args))
+    monkeypatch.setattr(step.nets, "micro_batch_loss", lambda *args: next(batches, real)(*args))
     result = trained(sets, tmp_path, settings=replace(TINY, epochs=1))
     assert (result.summary["n_ran_out"], result.summary["micro_batch"]) == (1, TINY.batch_size // 2)
 
@@ -707,14 +707,14 @@ def test_use_of_the_machine_is_that_of_each_epoch(
 
     monkeypatch.setattr(Sampler, "take", take)
     monkeypatch.setattr(loop, "SAMPLE_S", 0.005)
-    real = loop.end_epoch
+    real = loop.states.end_epoch
 
     def counted(state: Any, *rest: Any) -> Any:
         figures = real(state, *rest)
         n_held.append(len(state.timeline.samples))
         return figures
 
-    monkeypatch.setattr(loop, "end_epoch", counted)
+    monkeypatch.setattr(loop.states, "end_epoch", counted)
     result = trained(sets, tmp_path)
     assert len(n_held) == 3
     assert max(n_held) <= 3, "the last one, and what came while it was counted"

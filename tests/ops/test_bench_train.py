@@ -55,8 +55,8 @@ def test_rehearsal_runs_all_measurements(figures):
         assert f["warmup_batches"] == f["n_batches"]["median"] > 0
         assert f["first_step_s"] < f["warmup_s"]
         assert np.isfinite(f["last_loss"])
-    assert "DeviceLoader" in figures["training"]["as trained"]["loader"]
-    assert "StreamLoader" in figures["training"]["streamed"]["loader"]
+    assert figures["training"]["as trained"]["loader"] == "device"
+    assert figures["training"]["streamed"]["loader"] == "stream"
     assert {kind: (v["n"], v["all_ok"]) for kind, v in figures["verified"].items()} == {
         "cnn": (6, True),
         "spectral": (6, True),

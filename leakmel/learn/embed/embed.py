@@ -50,8 +50,8 @@ from leakmel.learn.data.segments import (
 from leakmel.learn.model.detector import Detector, load_detector, required_spec, spec_differences
 from leakmel.learn.model.files import model_file, require_kind
 from leakmel.learn.model.spectral import SpectralClassifier
-from leakmel.learn.predict.readers import ParsedNames, RecordingList, RowBlock, find_recordings
-from leakmel.learn.predict.scoring import HostScorer, block_sizes, run_scorer
+from leakmel.learn.predict import scoring as scorers
+from leakmel.learn.predict.scoring import ParsedNames, RecordingList, RowBlock, find_recordings
 from leakmel.mel.engines import log_mel
 from leakmel.mel.spec import MelSpec
 
@@ -291,9 +291,9 @@ def embed_recordings(
     def add(block: RowBlock) -> None:
         np.add.at(sums, block.files[: block.n], band_sums(block.mels[: block.n], block.counts[: block.n]))
 
-    with HostScorer(engine, spec, add) as scorer:
-        sizes = block_sizes(spec, "cpu", n, files_per_batch, read_workers)
-        readers = run_scorer(
+    with scorers.HostScorer(engine, spec, add) as scorer:
+        sizes = scorers.block_sizes(spec, "cpu", n, files_per_batch, read_workers)
+        readers = scorers.run_scorer(
             found, spec, scorer, sizes, length=length, label="embeddings of", progress=progress
         ).readers
     good = np.flatnonzero(readers.facts["good"])

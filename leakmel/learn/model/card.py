@@ -16,7 +16,7 @@ import numpy as np
 
 from leakmel.core.errors import show_path
 from leakmel.core.parameters import check_types, field_kinds
-from leakmel.learn.data.groups import LEAKY_SPLIT
+from leakmel.learn.data.splits import LEAKY_SPLIT
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import recordings_table
 from leakmel.learn.metrics.metrics import HeldOutScores

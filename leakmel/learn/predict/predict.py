@@ -7,9 +7,9 @@ __all__ = ['MAX_SHOWN', 'Predictions', 'predict']
 
 # %% ../../../nbs/learn/predict/predict.ipynb #cf09156b
 import errno, math, os, re, time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter, namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, compress
 from pathlib import Path
@@ -27,7 +27,6 @@ from leakmel.core.files import replacing
 from leakmel.core.progress import Progress
 from leakmel.core.store import absolute_folder, output_path
 from leakmel.dataset.file.schema import Rejected
-from leakmel.dataset.source.loader import PLAIN
 from leakmel.learn.data.segments import LENGTHS, covered_samples
 from leakmel.learn.metrics.metrics import VOTES, Calibration, alarm_threshold, fit_calibration, vote_scores
 from leakmel.learn.model.card import EvaluationRecord, evaluation_result, evaluation_text
@@ -35,20 +34,91 @@ from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.learn.model.files import model_file, pick_device, require_kind
 from leakmel.learn.model.card import Provenance
 from leakmel.dataset.export.formats import path_columns, require_package, write_table
-from leakmel.learn.predict.readers import ParsedNames, RecordingList, find_recordings
-from leakmel.learn.predict.scoring import (
-    ScoredRecordings,
-    ScoringThread,
-    block_sizes,
-    each_once,
-    joined_columns,
-    open_scorer,
-    run_scorer,
-)
+from leakmel.learn.predict import scoring as scorers
+from leakmel.learn.predict.scoring import ParsedNames, RecordingList, block_sizes, find_recordings
 from leakmel.mel.spec import MelSpec
 
 if TYPE_CHECKING:
     import pandas as pd
+
+# %% ../../../nbs/learn/predict/predict.ipynb #5c0ed004
+def each_once(values: Iterable[Any], convert: Callable[[Any], Any] = lambda value: value) -> np.ndarray:
+    "Return [n] converted values of recordings, of which each is converted and stored once."
+    values = list(values)
+    known = {value: convert(value) for value in dict.fromkeys(values)}
+    return np.array([known[value] for value in values], object)
+
+# %% ../../../nbs/learn/predict/predict.ipynb #5c0ed007
+@dataclass(frozen=True, eq=False)
+class SegmentScores:
+    "Scores of the segments of each recording."
+
+    values: np.ndarray  # [segments] float32, 0 to 1, of one recording after the other
+    ends: np.ndarray  # [n] int64, behind the last segment of each recording
+
+    def __getitem__(self, i: int) -> np.ndarray:  # [L] of one recording
+        return self.values[self.ends[i - 1] if i else 0 : self.ends[i]]
+
+    @property
+    def n_segments(self) -> np.ndarray:
+        "Return [n] int64, the number of segments of each recording."
+        return np.diff(self.ends, prepend=0)
+
+    def each(self, work: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        "Compute [n] float64, a value of each recording from its segments; `work` makes [k] of [k, L]."
+        n = self.n_segments
+        starts = self.ends - n
+        out = np.zeros(len(n))
+        for length in np.unique(n[n > 0]).tolist():
+            same = np.flatnonzero(n == length)
+            step = max(1, (1 << 20) // length)  # a million segments together
+            for first in range(0, len(same), step):
+                mine = same[first : first + step]
+                out[mine] = work(self.values[starts[mine, None] + np.arange(length)])
+        return out
+
+# %% ../../../nbs/learn/predict/predict.ipynb #5c0ed009
+# one recording that was scored: what each column of `ScoredRecordings` says of it
+ScoredRecording = namedtuple(
+    "ScoredRecording", "path segment_scores facts encoding status label sensor gain in_training"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredRecordings(Sequence[ScoredRecording]):
+    "Scored recordings as columns; an item is a `ScoredRecording`, made when it is requested."
+
+    paths: list[bytes]  # relative to the folder
+    segment_scores: SegmentScores
+    facts: np.ndarray  # [n] FACTS
+    encoding: np.ndarray  # [n] object, as the columns of text below
+    status: np.ndarray  # "ok", or what was done to it
+    label: np.ndarray  # from folders or a table
+    sensor: np.ndarray
+    gain: np.ndarray  # [n] float64, number in the name
+    # [n] object: whether the detector learned from it, or was chosen by it; None: not known
+    in_training: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return tuple(self[k] for k in range(*i.indices(len(self))))
+        k = range(len(self))[i]
+        return ScoredRecording(*(column[k] for column in vars(self).values()))
+
+
+def joined_columns(parts: Sequence[ScoredRecordings]) -> ScoredRecordings:
+    "Join the columns of consecutive parts of a prediction, at least one."
+    n_segments = np.concatenate([p.segment_scores.n_segments for p in parts])
+    values = np.concatenate([p.segment_scores.values for p in parts])
+    names = [f.name for f in fields(ScoredRecordings)[2:]]
+    return ScoredRecordings(
+        paths=list(chain.from_iterable(p.paths for p in parts)),
+        segment_scores=SegmentScores(values, np.cumsum(n_segments)),
+        **{name: np.concatenate([getattr(p, name) for p in parts]) for name in names},
+    )
 
 # %% ../../../nbs/learn/predict/predict.ipynb #b43233b0
 @dataclass(frozen=True)
@@ -62,23 +132,14 @@ class Rule:
 
     def __post_init__(self):
         if self.vote not in VOTES:
+            known = ", ".join(VOTES)
             raise UsageError(
-                "the voting rule is unknown",
-                code="unknown-choice",
-                found=repr(self.vote),
-                expected=", ".join(VOTES),
+                "the voting rule is unknown", code="unknown-choice", found=repr(self.vote), expected=known
             )
-        for name, value, least in (
-            ("threshold", self.threshold, "from 0 to 1"),
-            ("frac", self.frac, "above 0 and at most 1"),
-        ):
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not 0 <= value <= 1
-                or name == "frac"
-                and value == 0
-            ):
+        for name, least in (("threshold", "from 0 to 1"), ("frac", "above 0 and at most 1")):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= 1 or (name == "frac" and value == 0):
                 raise UsageError(f"{name} must be a number {least}", code="out-of-range", found=repr(value))
 
     def score(self, segment_scores: np.ndarray) -> float:  # [L] of one recording, 0 to 1
@@ -90,8 +151,8 @@ class Rule:
         return f"vote {self.vote}{share}, threshold {self.threshold:.3g} ({self.threshold_from})"
 
 # %% ../../../nbs/learn/predict/predict.ipynb #11e7b3c5
-def detector_of(model: str | os.PathLike | Detector) -> tuple[Detector, str]:  # raises DataError
-    "Load a detector unless it is one; return also where it comes from."
+def detector_of(model: str | os.PathLike | Detector) -> tuple[Detector, str]:
+    "Load a detector unless it is one; return also where it comes from. Raises DataError."
     if isinstance(model, Detector):
         return model, "a detector in memory"
     file = model_file(model)
@@ -103,9 +164,10 @@ def rule_of(
     vote: str | None = None,  # None: the model's
     threshold: float | None = None,  # None: the model's for that vote
     frac: float | None = None,  # of the long segments, for "frac_vote"; None: the model's
-    false_alarms: float | None = None,  # per 100 recordings without a leak: chooses the threshold
-) -> Rule:  # raises UsageError, DataError
-    "Return the decision rule for recordings; a number of false alarms chooses the threshold on held-out scores of the model file."
+    # per 100 recordings without a leak: chooses the threshold on held-out scores of the model file
+    false_alarms: float | None = None,
+) -> Rule:
+    "Return the decision rule for recordings; raises UsageError, DataError."
     if false_alarms is not None:
         if threshold is not None or vote not in (None, detector.vote) or frac not in (None, detector.share):
             raise UsageError(
@@ -131,7 +193,7 @@ def rule_of(
             remedy="set the vote to frac_vote, or leave frac out",
         )
     frac = detector.share if frac is None else frac
-    rule = Rule(vote, 0.5 if threshold is None else threshold, frac)
+    rule = Rule(vote, 0.5 if threshold is None else threshold, frac)  # which checks the vote
     if threshold is not None:
         return rule
     if vote == "frac_vote" and frac != detector.share:
@@ -213,10 +275,8 @@ def _write_csv(new: Path, columns: Mapping[str, str], pages: Iterator[Mapping[st
         os.fsync(f.fileno())
 
 
-def rejected_path(
-    out: Path,  # of the scores
-) -> Path:  # scores.csv -> scores.rejected.csv, scores.parquet -> scores.rejected.parquet
-    "Return the path of the list of files that were not scored."
+def rejected_path(out: Path) -> Path:
+    "Return the path of the list of files that were not scored: scores.csv -> scores.rejected.csv."
     return out.with_name(f"{out.stem}.rejected{out.suffix.lower()}")
 
 # %% ../../../nbs/learn/predict/predict.ipynb #f0260005
@@ -236,11 +296,8 @@ def prediction_schema(columns: Mapping[str, str]) -> Any:  # pyarrow.Schema; rai
     return pa.schema([(name, types.get(kind, pa.float64())) for name, kind in columns.items()])
 
 # %% ../../../nbs/learn/predict/predict.ipynb #123f76d9
-def check_output(
-    out: Path,
-    folder: Path,  # of the recordings
-) -> None:  # raises OutputError
-    "Refuse a target that cannot be written, or that would replace another file."
+def check_output(out: Path, folder: Path) -> None:
+    "Refuse a target in the folder of the recordings, or that cannot be written or would replace another file."
     is_parquet = out.suffix.lower() == _PARQUET
     if not is_parquet and out.suffix.lower() != ".csv":
         raise OutputError(
@@ -261,24 +318,15 @@ def check_output(
     for path, columns in ((out, COLUMNS), (rejected_path(out), REJECTED_COLUMNS)):
 
         def is_ours(file: BinaryIO, first: list[str] = [*columns][:3]) -> bool:
-            if parquet is None:
-                return has_columns(file, first)
-            return list(parquet.read_schema(file).names[:3]) == first
+            return (
+                has_columns(file, first) if parquet is None else parquet.read_schema(file).names[:3] == first
+            )
 
         require_kind(path, "table of predictions", is_ours)
     if not os.access(next(p for p in out.parents if p.exists()), os.W_OK | os.X_OK):
         raise write_error(PermissionError(errno.EACCES, ""), out.parent)
 
-# %% ../../../nbs/learn/predict/predict.ipynb #b10c0002
-def _short(text: str, most: int) -> str:
-    "Shorten a text in the middle."
-    return text if len(text) <= most else f"{text[: most // 3]}...{text[len(text) - most + most // 3 + 3 :]}"
-
 # %% ../../../nbs/learn/predict/predict.ipynb #64d96ce6
-def _has_opposite_phase(status: np.ndarray) -> np.ndarray:
-    return np.array(["opposite_phase" in text for text in status.tolist()], bool)
-
-
 MAX_SHOWN = 10
 
 
@@ -315,31 +363,35 @@ class Predictions:
         return self.found / self.seconds
 
     @cached_property
-    def score(self) -> np.ndarray:  # [n] float64, 0 to 1
-        "Score of each recording by the rule."
+    def score(self) -> np.ndarray:
+        "[n] float64, 0 to 1, score of each recording by the rule."
         rule = self.rule
         return self.scored.segment_scores.each(lambda x: vote_scores(x, rule.vote, rule.frac))
 
     @cached_property
-    def _is_leak(self) -> np.ndarray:  # [n] bool
-        "Whether the score of each recording is at least the threshold."
-        return self.score >= self.rule.threshold
+    def _flags(self) -> dict[str, np.ndarray]:
+        "[n] bool each."
+        s = self.scored
+        return {
+            "silent": s.facts["silent"].astype(bool),
+            "opposite_phase": np.array(["opposite_phase" in text for text in s.status.tolist()], bool),
+            "dry": s.gain == 1,
+            "clipped": s.facts["clipped_share"] > 0,
+            "leak": self.score >= self.rule.threshold,
+        }
 
-    def _columns(
-        self,
-        part: slice = slice(None),  # of the recordings
-    ) -> dict[str, Any]:  # name -> array or list, as COLUMNS
-        "Return the columns of the table for some recordings."
+    def _columns(self, part: slice = slice(None)) -> dict[str, Any]:
+        "Return the columns of the table for some recordings: name -> array or list, as COLUMNS."
         s, spec, facts, score = self.scored, self.spec, self.scored.facts[part], self.score[part]
         n, lengths = len(score), s.segment_scores.n_segments[part]
-        status = s.status[part]
         probability = np.full(n, np.nan) if self.calibration is None else self.calibration.probability(score)
         in_training = s.in_training[part]
         paths = path_columns(s.paths[part])
+        flags = {name: values[part] for name, values in self._flags.items()}
         return {
             "path": paths["path"],
             "label": each_once(s.label[part], show_path),
-            "leak": self._is_leak[part],
+            "leak": flags["leak"],
             "score": score,
             "probability": probability,
             "vote": [self.rule.vote] * n,
@@ -351,12 +403,10 @@ class Predictions:
             "sample_rate": facts["sample_rate"].astype(np.int64),
             "channels": facts["channels"].astype(np.int64),
             "encoding": s.encoding[part],
-            "status": status,
+            "status": s.status[part],
             "rms_db": facts["rms_db"].astype(np.float64),
             "clipped_share": facts["clipped_share"].astype(np.float64),
-            "silent": facts["silent"].astype(bool),
-            "opposite_phase": _has_opposite_phase(status),
-            "dry": s.gain[part] == 1,
+            **{name: flags[name] for name in ("silent", "opposite_phase", "dry")},
             "in_training": in_training if None in in_training.tolist() else in_training.astype(bool),
             "sensor": each_once(s.sensor[part], show_path),
             "gain": s.gain[part],
@@ -366,7 +416,8 @@ class Predictions:
         }
 
     @cached_property
-    def _leak_share(self) -> np.ndarray:  # [n] float64, share of the segments that reach the threshold
+    def _leak_share(self) -> np.ndarray:
+        "[n] float64, share of the segments that reach the threshold."
         threshold = float(self.rule.threshold)
         return self.scored.segment_scores.each(lambda x: (x >= threshold).mean(-1))
 
@@ -375,17 +426,13 @@ class Predictions:
         start, stop, _ = part.indices(len(self))
         ends = self.scored.segment_scores.ends
         while start < stop:
-            behind = ends[start - 1] + _PAGE_SEGMENTS if start else _PAGE_SEGMENTS
-            n = int(np.searchsorted(ends, behind, "right")) - start
-            last = min(stop, start + max(1, min(n, _PAGE)))
+            behind = (ends[start - 1] if start else 0) + _PAGE_SEGMENTS
+            last = min(stop, start + _PAGE, max(start + 1, int(np.searchsorted(ends, behind, "right"))))
             yield self._columns(slice(start, last))
             start = last
 
-    def rows(
-        self,
-        part: slice = slice(None),  # of the recordings
-    ) -> Iterator[dict[str, Any]]:
-        "Yield the table, row by row."
+    def rows(self, part: slice = slice(None)) -> Iterator[dict[str, Any]]:
+        "Yield the table for some recordings, row by row."
         for page in self._pages(part):
             columns = [x.tolist() if isinstance(x, np.ndarray) else x for x in page.values()]
             for row in zip(*columns):
@@ -412,10 +459,11 @@ class Predictions:
 
         return pd.DataFrame(self._rejected_columns()).drop(columns="path_base64")
 
-    def write(
-        self, out: str | os.PathLike
-    ) -> None:  # CSV file, or Parquet where the name ends in .parquet; raises OutputError
-        "Write the table and the list of rejected files; both files are complete before either of them is renamed."
+    def write(self, out: str | os.PathLike) -> None:
+        """Write the table and the list of rejected files as CSV, or Parquet where the name ends in .parquet.
+
+        Both files are complete before either of them is renamed. Raises OutputError.
+        """
         target = Path(os.path.abspath(out))
         check_output(target, self.folder)
         with replacing(target) as scores, replacing(rejected_path(target)) as rejected:
@@ -432,18 +480,18 @@ class Predictions:
     @cached_property
     def summary(self) -> dict[str, Any]:
         "Counts, settings and the most suspicious recordings as plain values, for machines."
-        order = np.argsort(-self.score, kind="stable")
-        most = [next(self.rows(slice(k, k + 1))) for k in order[:MAX_SHOWN].tolist()]
         facts, known = self.scored.facts, self.scored.in_training.tolist()
-        flags = {
-            "silent": facts["silent"],
-            "opposite_phase": _has_opposite_phase(self.scored.status),
-            "dry": self.scored.gain == 1,
-            "clipped": facts["clipped_share"] > 0,
-        }
-        for r in most:
-            r["segment_scores"] = [round(x, 3) for x in r["segment_scores"].tolist()]
-            r["probability"] = None if math.isnan(r["probability"]) else r["probability"]
+        flags = {name: int(values.sum()) for name, values in self._flags.items()}
+        leaks = flags.pop("leak")
+        shown = ("path", "score", "probability", "leak", "leak_share", "n_segments", "segment_scores")
+        most = []
+        for k in np.argsort(-self.score, kind="stable")[:MAX_SHOWN].tolist():
+            row = next(self.rows(slice(k, k + 1)))
+            row["segment_scores"] = [round(x, 3) for x in row["segment_scores"].tolist()]
+            row["probability"] = None if math.isnan(row["probability"]) else row["probability"]
+            most.append({name: row[name] for name in shown})
+        c = self.calibration
+        scored_s = covered_samples(self.scored.segment_scores.n_segments, self.spec) / self.spec.sample_rate
         return {
             "folder": show_path(self.folder),
             "model": self.model,
@@ -452,13 +500,11 @@ class Predictions:
             "found": self.found,
             "scored": len(self),
             "rejected": len(self.rejections),
-            "leaks": int(self._is_leak.sum()),
+            "leaks": leaks,
             "rejected_by_code": dict(Counter(r.code for r in self.rejections).most_common()),
-            "flags": {name: int(values.sum()) for name, values in flags.items()},
+            "flags": flags,
             "rule": asdict(self.rule),
-            "calibration": None
-            if (c := self.calibration) is None
-            else {"method": c.method, "n": c.n, "leak_share": c.share},
+            "calibration": None if c is None else {"method": c.method, "n": c.n, "leak_share": c.share},
             "length": self.length,
             "spec": self.spec.to_dict(),
             "engine": self.engine,
@@ -467,27 +513,9 @@ class Predictions:
             "seconds": self.seconds,
             "files_per_s": self.files_per_s,
             "in_training": None if None in known else sum(known),
-            "scored_s": float(
-                (
-                    covered_samples(self.scored.segment_scores.n_segments, self.spec) / self.spec.sample_rate
-                ).sum()
-            ),
+            "scored_s": float(scored_s.sum()),
             "duration_s": float((facts["n_samples"] / facts["sample_rate"]).sum()),
-            "most_suspicious": [
-                {
-                    name: r[name]
-                    for name in (
-                        "path",
-                        "score",
-                        "probability",
-                        "leak",
-                        "leak_share",
-                        "n_segments",
-                        "segment_scores",
-                    )
-                }
-                for r in most
-            ],
+            "most_suspicious": most,
             "out": None if self.out is None else show_path(self.out),
             "rejected_out": None if self.out is None else show_path(rejected_path(self.out)),
         }
@@ -497,57 +525,61 @@ class Predictions:
         s = self.summary
         share = f" ({100 * s['leaks'] / len(self):.0f} %)" if len(self) else ""
         n_learned = s["in_training"] or 0
-        notes = (  # whether it applies, and a sentence
-            (
-                self.learned_by not in ("", self.engine),
-                f"the model was trained on features computed by {self.learned_by}: scores may differ in the last digits",
-            ),
-            (
-                s["in_training"] is None,
-                "the model does not store its training recordings: some of these recordings may be among them",
-            ),
-            (
-                n_learned > 0,
-                f"{n_learned:,} of the recordings {'was' if n_learned == 1 else 'were'} used to train the detector: "
-                "such scores do not show how it works on other recordings",
-            ),
-            (len(self) > 0, "most suspicious:"),
+        by = f"the model was trained on features computed by {self.learned_by}: scores may differ in the last digits"
+        unknown = (
+            "the model does not store its training recordings: some of these recordings may be among them"
         )
-        room = max(12, width - 45)  # characters of a path
-        most = [
-            f"    {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {_short(r['path'], room):<{room}}  "
-            f"{round(r['leak_share'] * r['n_segments'])} of {r['n_segments']} segments"
-            for r in s["most_suspicious"]
-        ]
+        learned = f"{n_learned:,} of the recordings {'was' if n_learned == 1 else 'were'} used to train the detector"
         flagged = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in s["flags"].items() if n)
-        written = {"scores": s["out"], "rejected": s["rejected_out"] if s["rejected"] else None}
-        return "\n".join(
-            [
-                f"Detector: {s['evaluation']}",
-                f"{s['leaks']:,} of {len(self):,} recordings are classified as leaks{share}",
-                f"  {len(self):,} scored + {s['rejected']:,} rejected = {self.found:,} files found",
-                f"  {self.rule}",
-                f"  {self.seconds:.2f} s, {self.files_per_s:,.0f} files/s end to end; features by {self.engine}, model on {self.device}",
-                *(f"  {text}" for applies, text in notes if applies),
-                *most,
-                *([f"  to check: {flagged}"] if flagged else []),
-                *(f"  rejected: {n:,} x {code}" for code, n in s["rejected_by_code"].items()),
-                *(f"{what} in {path}" for what, path in written.items() if path),
-            ]
-        )
+        room = max(12, width - 45)  # characters of a path, which is shortened in the middle
+        most = ["  most suspicious:"] if len(self) else []
+        for r in s["most_suspicious"]:
+            path = r["path"]
+            if len(path) > room:
+                path = f"{path[: room // 3]}...{path[len(path) - room + room // 3 + 3 :]}"
+            found = f"{round(r['leak_share'] * r['n_segments'])} of {r['n_segments']} segments"
+            most.append(f"    {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {path:<{room}}  {found}")
+        lines = {  # line -> whether it applies
+            f"Detector: {s['evaluation']}": True,
+            f"{s['leaks']:,} of {len(self):,} recordings are classified as leaks{share}": True,
+            f"  {len(self):,} scored + {s['rejected']:,} rejected = {self.found:,} files found": True,
+            f"  {self.rule}": True,
+            f"  {self._speed} end to end; features by {self.engine}, model on {self.device}": True,
+            f"  {by}": self.learned_by not in ("", self.engine),
+            f"  {unknown}": s["in_training"] is None,
+            f"  {learned}: such scores do not show how it works on other recordings": n_learned,
+            "\n".join(most): most,
+            f"  to check: {flagged}": flagged,
+            **{f"  rejected: {n:,} x {code}": True for code, n in s["rejected_by_code"].items()},
+            f"scores in {s['out']}": s["out"],
+            f"rejected in {s['rejected_out']}": s["out"] and s["rejected"],
+        }
+        return "\n".join(line for line, applies in lines.items() if applies)
+
+    @property
+    def _speed(self) -> str:
+        return f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s"
 
     def __repr__(self) -> str:
-        return (
-            f"Predictions({self.summary['leaks']:,} of {len(self):,} recordings classified as leaks, {len(self.rejections):,} rejected; {self.rule}; "
-            f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s)"
-        )
+        leaks = f"{self.summary['leaks']:,} of {len(self):,} recordings classified as leaks"
+        return f"Predictions({leaks}, {len(self.rejections):,} rejected; {self.rule}; {self._speed})"
 
 # %% ../../../nbs/learn/predict/predict.ipynb #60dd2170
-def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenance) -> ScoredRecordings:
+def _collect(
+    found: RecordingList, scoring: scorers.ScoringThread, provenance: Provenance
+) -> ScoredRecordings:
     "The recordings that were scored, in order."
     readers = scoring.readers
     good = np.flatnonzero(readers.facts["good"])
-    scores = scoring.segment_scores().take(good)
+    ends = np.cumsum(readers.n_long)  # recordings that are not good have no segments
+    values = np.full(int(ends[-1]), np.nan, np.float32)
+    while scoring.kept:
+        files, firsts, counts, block_scores = scoring.kept.pop()
+        starts = ends[files] - readers.n_long[files] + firsts
+        places = np.arange(block_scores.shape[1])
+        is_counted = places < counts[:, None]
+        values[(starts[:, None] + places)[is_counted]] = block_scores[is_counted]
+    scores = SegmentScores(values, ends[good])
     is_whole = scores.each(lambda x: np.isfinite(x).all(-1)) == 1
     if not is_whole.all():
         raise DataError(
@@ -566,58 +598,38 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
     else:
         sensor = each_once(found.names[k].sensor for k in good.tolist())
         gain = np.array([found.names[k].gain for k in good.tolist()])
-    encoding, status = (np.full(len(readers.facts), text, object) for text in PLAIN)
-    for k, form in readers.unusual.items():
-        encoding[k], status[k] = form
-    return ScoredRecordings(
-        paths,
-        scores,
-        facts,
-        encoding[good],
-        status[good],
-        found.labels[good],
-        sensor,
-        gain,
-        np.array(known if provenance.is_complete else [x or None for x in known], object),
-    )
+    texts = readers.encoding[good], readers.status[good], found.labels[good]
+    in_training = np.array(known if provenance.is_complete else [x or None for x in known], object)
+    return ScoredRecordings(paths, scores, facts, *texts, sensor, gain, in_training)
 
 # %% ../../../nbs/learn/predict/predict.ipynb #eefd6075
 # recordings, files that were not scored, identity of the engine, device
 _Scored = tuple[ScoredRecordings, tuple[Rejected, ...], str, str]
+# detector, engine, device, length, files_per_batch, read_workers, as for `predict`
+_How = tuple[Detector, str, str, str, int | None, int | None]
 
 
-def _score(
-    found: RecordingList,
-    detector: Detector,
-    engine: str,
-    device: str,
-    length: str,
-    files_per_batch: int | None,
-    read_workers: int | None,
-    progress: str = "none",
-) -> _Scored:
+def _score(found: RecordingList, how: _How, progress: str = "none") -> _Scored:
     "Read and score recordings."
-    n, spec = len(found.listing), required_spec(detector)
+    detector, engine, device, length, *sizes_given = how
+    spec = required_spec(detector)
     on = pick_device(device, registered=True)
-    sizes = block_sizes(spec, on, n, files_per_batch, read_workers)
-    with open_scorer(detector, engine, on, sizes.n_files) as scorer:
-        scoring = run_scorer(found, spec, scorer, sizes, length=length, label="scoring", progress=progress)
-    return (
-        _collect(found, scoring, detector.provenance),
-        tuple(sorted(scoring.readers.rejected, key=lambda r: r.path)),
-        scorer.identity,
-        scorer.device,
-    )
+    sizes = block_sizes(spec, on, len(found.listing), *sizes_given)
+    with scorers.open_scorer(detector, engine, on, sizes.n_files) as scorer:
+        shown = {"label": "scoring", "progress": progress}
+        scoring = scorers.run_scorer(found, spec, scorer, sizes, length=length, **shown)
+    rejections = tuple(sorted(scoring.readers.rejected, key=lambda r: r.path))
+    return _collect(found, scoring, detector.provenance), rejections, scorer.identity, scorer.device
 
 
-def _score_part(found: RecordingList, how: tuple[Any, ...], n_together: int) -> _Scored:
-    "Score a part in a process of a cluster; `how` has the other arguments of `_score`."
+def _score_part(found: RecordingList, how: _How, n_together: int) -> _Scored:
+    "Score a part in a process of a cluster."
     import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(cores_of_task(n_together))
     try:
-        return _score(found, *how)
+        return _score(found, how)
     finally:
         torch.set_num_threads(before)
 
@@ -625,7 +637,7 @@ def _score_part(found: RecordingList, how: tuple[Any, ...], n_together: int) -> 
 _MOST_IN_PART, _LEAST_IN_PART = 65_536, 500  # recordings
 
 
-def _score_on_cluster(found: RecordingList, how: tuple[Any, ...], cluster: Cluster, progress: str) -> _Scored:
+def _score_on_cluster(found: RecordingList, how: _How, cluster: Cluster, progress: str) -> _Scored:
     "Score parts of the recordings on a cluster, and join the scores."
     n = len(found.listing)
     with open_cluster(cluster) as client:
@@ -634,9 +646,8 @@ def _score_on_cluster(found: RecordingList, how: tuple[Any, ...], cluster: Clust
         calls = [(found.part(k, n_parts), how, n_together) for k in range(1, n_parts + 1)]
         parts = dict[int, _Scored]()
         with Progress(n, label=f"scoring {show_path(found.listing.folder.name)}", show=progress) as bar:
-            for k, scored in run_tasks(
-                client, _score_part, calls, [f"leakmel-scores-{k}" for k in range(1, n_parts + 1)]
-            ):
+            names = [f"leakmel-scores-{k}" for k in range(1, n_parts + 1)]
+            for k, scored in run_tasks(client, _score_part, calls, names):
                 parts[k] = scored
                 bar.update(bar.n_done + len(calls[k][0].listing), f"{len(parts):,} of {n_parts:,} parts")
     recordings, rejections, engines, devices = zip(*(parts[k] for k in range(n_parts)))
@@ -648,20 +659,15 @@ def _score_on_cluster(found: RecordingList, how: tuple[Any, ...], cluster: Clust
             found=", ".join(f"{engine} on {device}" for engine, device in sorted(others)),
             remedy="name engine and device (--engine cpu --device cpu)",
         )
-    return (
-        joined_columns(recordings),
-        tuple(sorted(chain.from_iterable(rejections), key=lambda r: r.path)),
-        engines[0],
-        devices[0],
-    )
+    every = tuple(sorted(chain.from_iterable(rejections), key=lambda r: r.path))
+    return joined_columns(recordings), every, engines[0], devices[0]
 
 
 def predict(
-    folder: str
-    | os.PathLike,  # folder of recordings in any subfolders, or a URL like s3://BUCKET/FOLDER; labels are not needed
-    model: str
-    | os.PathLike
-    | Detector,  # result of `train`, its file, or the folder of a training or of retraining rounds (their champion)
+    # folder of recordings in any subfolders, or a URL like s3://BUCKET/FOLDER; labels are not needed
+    folder: str | os.PathLike,
+    # result of `train`, its file, or the folder of a training or of retraining rounds (their champion)
+    model: str | os.PathLike | Detector,
     *,
     out: str | os.PathLike | None = None,  # CSV file to write, or Parquet where the name ends in .parquet
     split: str | None = None,  # score this split only
@@ -669,25 +675,21 @@ def predict(
     vote: str | None = None,  # "mean", "long_vote", "any_long" or "frac_vote"; None: the model's
     threshold: float | None = None,  # from 0 to 1; None: the model's for this vote
     frac: float | None = None,  # share of the long segments, for "frac_vote" only; None: the model's
-    false_alarms: float
-    | None = None,  # allowed false alarms per 100 recordings without a leak, in place of `threshold`
+    # allowed false alarms per 100 recordings without a leak, in place of `threshold`
+    false_alarms: float | None = None,
     length: str = "whole",  # "whole": every long segment of a recording; "spec": at most as many as in a row of a data set
     engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
     device: str = "auto",  # "auto", "cpu", "cuda" or "cuda:1"
     files_per_batch: int | None = None,  # recordings that are scored together
     read_workers: int | None = None,  # threads that read
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
-    cluster: Cluster
-    | None = None,  # an Executor, a Dask client or the address of a scheduler: it scores parts of the recordings
-) -> Predictions:  # raises LeakmelError
-    "Score the recordings of a folder with a detector."
+    # an Executor, a Dask client or the address of a scheduler: it scores parts of the recordings
+    cluster: Cluster | None = None,
+) -> Predictions:
+    "Score the recordings of a folder with a detector; raises LeakmelError."
     if length not in LENGTHS:
-        raise UsageError(
-            "the length is unknown",
-            code="unknown-choice",
-            found=repr(length),
-            expected=" or ".join(map(repr, LENGTHS)),
-        )
+        known = " or ".join(map(repr, LENGTHS))
+        raise UsageError("the length is unknown", code="unknown-choice", found=repr(length), expected=known)
     target = None if out is None else output_path(out)
     if target is not None:
         check_output(target, absolute_folder(folder))
@@ -699,10 +701,10 @@ def predict(
     began = time.perf_counter()
     found = find_recordings(folder, split=split, manifest=manifest, progress=progress)
     how = (detector, engine, device, length, files_per_batch, read_workers)
-    if cluster is None:
-        scored, rejections, used, on = _score(found, *how, progress)
-    else:
-        scored, rejections, used, on = _score_on_cluster(found, how, cluster, progress)
+    done_on = (
+        _score(found, how, progress) if cluster is None else _score_on_cluster(found, how, cluster, progress)
+    )
+    scored, rejections, used, on = done_on
     done = Predictions(
         folder=found.listing.folder,
         scored=scored,

@@ -66,6 +66,12 @@ class TrainingData:
     initial_provenance: Provenance = Provenance(is_complete=True)
 
     @property
+    def parts(self) -> dict[str, Segments]:
+        "Data sets by name."
+        named = {"training": self.training, "validation": self.validation}
+        return {name: ds for name, ds in named.items() if ds is not None}
+
+    @property
     def class_counts(self) -> list[int]:
         "[K] training items of each class of the model."
         ds = self.training
@@ -74,43 +80,36 @@ class TrainingData:
     @property
     def labels_by_people(self) -> dict[str, int]:
         "Counts of labels by people in all data sets; empty without a table."
-        sources = {id(s): s for ds in (self.training, self.validation) if ds is not None for s in ds.sources}
+        sources = {id(s): s for ds in self.parts.values() for s in ds.sources}
         found = [s.relabelled for s in sources.values() if s.relabelled is not None]
         return joint_counts(found) if found else {}
 
     @cached_property
     def provenance(self) -> Provenance:
         "Digests of the recordings, as a detector stores them."
-        parts = (ds for ds in (self.training, self.validation) if ds is not None)
-        return self.initial_provenance | provenance_of(parts)
+        return self.initial_provenance | provenance_of(self.parts.values())
 
 # %% ../../../nbs/learn/train/state.ipynb #96705899
 class TooShortWarning(UserWarning):
     "Recordings that are shorter than one long segment are left out."
 
 
-def too_short(
-    ds: Segments,  # at any level
-) -> str:  # a sentence; empty where there is none
-    "Return a note on recordings that are shorter than one long segment."
-    if not ds.n_too_short:
-        return ""
-    n = ds.n_too_short + len(ds.rows)
-    return f"{ds.n_too_short:,} of {n:,} recordings are shorter than one long segment and are left out; a prediction rejects them, too"
+def too_short(ds: Segments) -> str:
+    "Return a note on recordings that are shorter than one long segment; empty where there is none."
+    n = f"{ds.n_too_short:,} of {ds.n_too_short + len(ds.rows):,} recordings"
+    why = "are shorter than one long segment and are left out; a prediction rejects them, too"
+    return f"{n} {why}" if ds.n_too_short else ""
 
 
-def trailing_silence(
-    ds: Segments,  # at any level
-) -> str:  # a sentence; empty where there is none
-    "Return a note on the share of padding behind the recordings."
+def trailing_silence(ds: Segments) -> str:
+    "Return a note on the share of padding behind the recordings; empty where there is none."
     n_long = ds.row_shape[0]
     n_short = int((ds.segment_counts < n_long).sum())
     if not n_short:
         return ""
-    return (
-        f"{n_short:,} of {len(ds.rows):,} recordings end before their rows do: "
-        f"{1 - ds.segment_counts.mean() / n_long:.1%} of the long segments are silence behind them and left out"
-    )
+    n = f"{n_short:,} of {len(ds.rows):,} recordings end before their rows do"
+    share = f"{1 - ds.segment_counts.mean() / n_long:.1%} of the long segments"
+    return f"{n}: {share} are silence behind them and left out"
 
 # %% ../../../nbs/learn/train/state.ipynb #81041a33
 @contextmanager
@@ -130,12 +129,8 @@ def open_training(
 ) -> Iterator[TrainingData]:  # raises UsageError, DataError
     "Open the data of a training and check them; they are closed with the block."
     if split is not None and validation is not None:
-        raise UsageError(
-            "validation is given twice",
-            code="given-twice",
-            found="data sets and a split",
-            expected="one of them",
-        )
+        found = "data sets and a split"
+        raise UsageError("validation is given twice", code="given-twice", found=found, expected="one of them")
     with ExitStack() as stack:
         given = source_list(training)
         every = [*given, *([] if validation is None else source_list(validation))]
@@ -158,22 +153,21 @@ def open_training(
         evaluated = None
         if held or validation_rows is not None:
             evaluated = Segments(held or opened, level="recording", rows=validation_rows, **some)
-        for name, part in (("training", learned), ("validation", evaluated)):
-            if part is not None and (note := too_short(part)):
+        data = TrainingData(learned, evaluated, task, split, {})
+        for name, part in data.parts.items():
+            if note := too_short(part):
                 warnings.warn(f"{name}: {note}", TooShortWarning, stacklevel=4)
-        _check_classes(learned, evaluated, task)
-        identity = {
-            "task": json.dumps(asdict(task)),
-            "training": part_digest(learned, progress),
-            "validation": "" if evaluated is None else part_digest(evaluated, progress),
-        }
-        yield TrainingData(learned, evaluated, task, split, identity)
+        _check_classes(data)
+        data.identity.update(task=json.dumps(asdict(task)), training="", validation="")
+        data.identity.update({name: part_digest(part, progress) for name, part in data.parts.items()})
+        yield data
 
-# %% ../../../nbs/learn/train/state.ipynb #4fa9deb7
-def _check_classes(learned: Segments, validation: Segments | None, task: Task) -> None:
+
+def _check_classes(data: TrainingData) -> None:
     "Check that each class has training recordings and that validation has leaks and others."
-    lacking = [show_path(n) for k, n in enumerate(task.model_names) if not (learned.labels == k).any()]
-    if lacking:
+    learned = data.training
+    names = enumerate(data.task.model_names)
+    if lacking := [show_path(name) for k, name in names if not (learned.labels == k).any()]:
         raise DataError(
             "some classes have no training recording",
             code="empty-class",
@@ -181,24 +175,21 @@ def _check_classes(learned: Segments, validation: Segments | None, task: Task) -
             found=", ".join(lacking),
             remedy="add recordings, or exclude the labels (leave_out)",
         )
-    n_leaks = 0 if validation is None else int(validation.is_leak.sum())
-    if validation is not None and not 0 < n_leaks < len(validation.labels):
+    is_leak = np.array([False, True]) if data.validation is None else data.validation.is_leak
+    if is_leak.all() or not is_leak.any():
         raise DataError(
             "all validation recordings belong to one class",
             code="one-class",
-            path=validation.sources[0].path,
-            found=f"{n_leaks:,} leaks in {len(validation.labels):,} recordings",
+            path=data.parts["validation"].sources[0].path,
+            found=f"{is_leak.sum():,} leaks in {len(is_leak):,} recordings",
             expected="leaks and others",
             remedy="split the recordings again (leakmel.learn.data.splits.group_split), or train without validation",
         )
 
 # %% ../../../nbs/learn/train/state.ipynb #bf2090ee
-def part_digest(
-    ds: Segments,  # at any level
-    progress: str = "auto",  # as for `row_digests`
-) -> str:
-    "Return the digest of the rows and classes of a part."
-    parts: list[bytes] = [np.ascontiguousarray(ds.rows).tobytes(), np.ascontiguousarray(ds.labels).tobytes()]
+def part_digest(ds: Segments, progress: str = "auto") -> str:
+    "Return the digest of the rows and classes of a part; `progress` as for `row_digests`."
+    parts = [ds.rows.tobytes(), ds.labels.tobytes()]
     for source in ds.sources:
         attrs = source.file.attrs
         config = str(attrs.get("fingerprint", attrs.get("config_json", ""))).encode()
@@ -206,11 +197,11 @@ def part_digest(
     return digest_of(b"\0".join(parts))
 
 
-def row_digests(
-    source: MelDataset,
-    progress: str = "auto",  # progress display of reading: as for `core.progress.Progress`
-) -> bytes:  # of all rows: those in the file; of files of the earlier system, of rows that are read for it
-    "Return the digests of the rows of a data set."
+def row_digests(source: MelDataset, progress: str = "auto") -> bytes:
+    """Return the digests of all rows of a data set: those in the file, or else of rows that are read for it.
+
+    `progress` is the display of reading, as for `core.progress.Progress`.
+    """
     if "digests/rows" in source.file:
         return np.ascontiguousarray(source.file["digests/rows"][:]).tobytes()
     found = []
@@ -222,27 +213,24 @@ def row_digests(
     return "".join(found).encode()
 
 # %% ../../../nbs/learn/train/state.ipynb #d1660a8a
-def differences(
-    before: Mapping[str, Any],  # of `training_identity`, from a checkpoint
-    now: Mapping[str, Any],
-) -> list[str]:  # empty: a training can be resumed
-    "List the differences of two trainings, a few words each."
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    "List the differences of two results of `training_identity`, a few words each; without any it can be resumed."
     pairs = [(n, before["settings"].get(n), v) for n, v in now["settings"].items()]
     changes = [f"{n}={then!r} then, {v!r} now" for n, then, v in pairs if then != v]
     words = {"task": "another task", "training": "other training data", "validation": "other validation data"}
     return changes + [text for name, text in words.items() if before.get(name) != now.get(name)]
 
 
-def training_identity(data: TrainingData, settings: TrainSettings) -> dict[str, Any]:  # plain values
-    "Return what decides the weights of a training."
+def training_identity(data: TrainingData, settings: TrainSettings) -> dict[str, Any]:
+    "Return what decides the weights of a training, as plain values."
     deciding = {n: v for n, v in asdict(settings).items() if n not in SPEED_ONLY}
     return data.identity | {"settings": deciding | {"channels": list(settings.channels)}}
 
-# %% ../../../nbs/learn/train/state.ipynb #4dac8c2a
+# %% ../../../nbs/learn/train/state.ipynb #2130f724
 LOSS_COLOR = "#1F82C6"
 F1_COLOR = "#009E73"
 
-# %% ../../../nbs/learn/train/state.ipynb #2130f724
+
 @dataclass(frozen=True)
 class EpochFigures:
     "Figures of an epoch; NaN for values that were not measured or are undefined."
@@ -253,16 +241,12 @@ class EpochFigures:
     segment_accuracy: float = math.nan  # share of the training items that are classified correctly, 0 to 1
     learning_rate: float = math.nan  # learning rate of the last step
     val_loss: float = math.nan  # log loss of leak or not, mean over the long segments of validation
-    val_segment_accuracy: float = (
-        math.nan
-    )  # share of these segments that are classified correctly, threshold 0.5
+    val_segment_accuracy: float = math.nan  # share of these that are classified correctly, threshold 0.5
     f1: float = (
         math.nan
-    )  # F1 of the validation recordings, with the vote and threshold that are best in this epoch
+    )  # F1 of the validation recordings, with vote and threshold that are best in this epoch
     auc: float = math.nan  # AUC of the validation recordings
-    balanced_accuracy: float = (
-        math.nan
-    )  # balanced accuracy of the validation recordings, at the same threshold
+    balanced_accuracy: float = math.nan  # of the validation recordings, at the same threshold
     seconds: float = math.nan  # duration of the epoch: learn_s and evaluate_s
     learn_s: float = math.nan  # duration of the training steps
     evaluate_s: float = math.nan  # duration of the evaluation on validation
@@ -285,8 +269,8 @@ class EpochFigures:
     peak_vram_bytes: float = math.nan  # GPU memory in use on the machine
 
     def __repr__(self) -> str:
-        f1 = "" if math.isnan(self.f1) else f", F1 {self.f1:.4f}"
-        return f"epoch {self.epoch}: loss {self.loss:.4f}{f1}, {self.batches_per_s:,.1f} batches/s, {self.seconds:.1f} s"
+        speed = f"{self.batches_per_s:,.1f} batches/s, {self.seconds:.1f} s"
+        return f"epoch {self.epoch}: loss {self.loss:.4f}, F1 {self.f1:.4f}, {speed}"
 
 # %% ../../../nbs/learn/train/state.ipynb #62a5006f
 def is_better(
@@ -300,96 +284,78 @@ def is_better(
 
     def rank(e: EpochFigures) -> tuple[bool, float, float]:
         "F1, then the loss; near the highest F1 only the loss; an undefined value is the worst."
-        is_near = e.f1 >= least
-        f1 = -math.inf if math.isnan(e.f1) else e.f1
-        return is_near, 0.0 if is_near else f1, -math.inf if math.isnan(e.val_loss) else -e.val_loss
+        f1, loss = (-math.inf if math.isnan(value) else value for value in (e.f1, -e.val_loss))
+        return e.f1 >= least, min(f1, least), loss
 
     return b is None or rank(a) > rank(b)
 
 
-def f1_error(
-    f1: float,
-    n_leaks: int,  # at least 1
-) -> float:  # NaN where f1 is
-    "Return the approximate standard error of an F1, as of a proportion of the leaks."
+def f1_error(f1: float, n_leaks: int) -> float:
+    "Return the approximate standard error of an F1, as of a proportion of at least one leak."
     share = (f1 * n_leaks + 2) / (n_leaks + 4)
     return math.sqrt(share * (1 - share) / (n_leaks + 4))
 
 
-def should_stop(
-    epochs: Sequence[EpochFigures],
-    patience: int,  # epochs without a lower loss; 0: never stop
-) -> bool:
-    "Return whether the mean validation loss of three epochs has not fallen for as many epochs as patience allows."
+def should_stop(epochs: Sequence[EpochFigures], patience: int) -> bool:
+    "Return whether the mean validation loss of three epochs has not fallen for `patience` epochs; 0: never."
     losses = [math.inf if math.isnan(e.val_loss) else e.val_loss for e in epochs]
     means = [sum(part := losses[max(0, k - 2) : k + 1]) / len(part) for k in range(len(losses))]
     lowest = min(means, default=math.inf)
-    since = len(means) if lowest == math.inf else len(means) - 1 - means.index(lowest)
-    return bool(patience) and since >= patience
+    first = -1 if lowest == math.inf else means.index(lowest)
+    return 0 < patience <= len(means) - 1 - first
 
 # %% ../../../nbs/learn/train/state.ipynb #ff2abb6f
-def history_table(epochs: Sequence[EpochFigures]) -> pd.DataFrame:  # one row an epoch, by number
-    "Return the epochs as a table."
-    return pd.DataFrame(
-        [asdict(e) for e in epochs], columns=[f.name for f in fields(EpochFigures)]
-    ).set_index("epoch")
+def history_table(epochs: Sequence[EpochFigures]) -> pd.DataFrame:
+    "Return the epochs as a table, by number."
+    columns = [f.name for f in fields(EpochFigures)]
+    return pd.DataFrame([asdict(e) for e in epochs], columns=columns).set_index("epoch")
 
 
-def write_history(path: Path, epochs: Sequence[EpochFigures]) -> None:  # raises OutputError
+def write_history(path: Path, epochs: Sequence[EpochFigures]) -> None:
     "Write the epochs as CSV; what was not measured stays empty."
     write_whole(path, history_table(epochs).to_csv(lineterminator="\n").encode(), sync=False)
 
 # %% ../../../nbs/learn/train/state.ipynb #43d99a52
-def learning_curves(
-    epochs: Sequence[EpochFigures],
-    best: int = 0,  # number of the best epoch; 0: none
-) -> Any:  # a figure of Plotly
-    "Draw losses and F1 by epoch."
+def learning_curves(epochs: Sequence[EpochFigures], best: int = 0) -> Any:
+    "Draw losses and F1 by epoch, with a line at the best one (0: none); returns a figure of Plotly."
     if not epochs:
         return styled_figure([], "No epoch is finished", "Figures appear after the first epoch", height=120)
-    x = [e.epoch for e in epochs]
+    table = history_table(epochs)
+    curves = {
+        "training loss": ("loss", LOSS_COLOR, "y"),
+        "log loss of validation": ("val_loss", "#E69F00", "y"),
+        "F1 of validation": ("f1", F1_COLOR, "y2"),
+    }
     traces = [
         dict(
             type="scatter",
             name=name,
-            x=x,
-            y=f32(values),
+            x=table.index.tolist(),
+            y=f32(table[column].tolist()),
             yaxis=axis,
-            mode="lines+markers" if len(x) < 60 else "lines",
+            mode="lines+markers" if len(table) < 60 else "lines",
             marker=dict(size=5),
             line=dict(color=colour, width=2),
             hovertemplate="epoch %{x}: %{y:.4f}<extra>%{fullData.name}</extra>",
         )
-        for name, colour, values, axis in (
-            ("training loss", LOSS_COLOR, [e.loss for e in epochs], "y"),
-            ("log loss of validation", "#E69F00", [e.val_loss for e in epochs], "y"),
-            ("F1 of validation", F1_COLOR, [e.f1 for e in epochs], "y2"),
-        )
-        if any(map(math.isfinite, values))
+        for name, (column, colour, axis) in curves.items()
+        if np.isfinite(table[column]).any()
     ]
-    note = (
-        "F1 of whole recordings at the epoch's own threshold; the training loss is taken with augmentation and dropout, of all classes, and is not "
-        "the same figure as the log loss"
-    )
-    if all(math.isnan(e.f1) for e in epochs):
-        note = "No validation data: the curves do not show how well other recordings are classified"
+    note = "No validation data: the curves do not show how well other recordings are classified"
+    if table["f1"].notna().any():
+        note = (
+            "F1 of whole recordings at the epoch's own threshold; the training loss is taken with augmentation and "
+            "dropout, of all classes, and is not the same figure as the log loss"
+        )
+    f1_axis = dict(overlaying="y", side="right", range=[0, 1.02], dtick=0.2, showgrid=False, automargin=True)
     fig = styled_figure(
         traces,
         _curves_title(epochs, best),
         note,
         height=380,
-        xaxis=dict(title=dict(text="epoch"), dtick=max(1, len(x) // 10)),
+        xaxis=dict(title=dict(text="epoch"), dtick=max(1, len(table) // 10)),
         yaxis=dict(title=dict(text="loss (nats)"), rangemode="tozero"),
-        yaxis2=dict(
-            title=dict(text="F1 of recordings", standoff=12),
-            overlaying="y",
-            side="right",
-            range=[0, 1.02],
-            tickmode="linear",
-            dtick=0.2,
-            showgrid=False,
-            automargin=True,
-        ),
+        yaxis2=dict(title=dict(text="F1 of recordings", standoff=12), **f1_axis),
     )
     return fig.add_vline(best, line=dict(color="rgba(128,128,128,0.6)", dash="dot")) if best else fig
 
@@ -401,8 +367,8 @@ def _curves_title(epochs: Sequence[EpochFigures], best: int) -> str:
         return f"Loss {last.loss:.3f} after epoch {last.epoch}, {epochs[0].loss:.3f} after the first"
     least = min(epochs, key=lambda e: math.inf if math.isnan(e.val_loss) else e.val_loss)
     overfits = last.val_loss > 1.25 * least.val_loss and last.loss < least.loss
-    end = f"; from epoch {least.epoch} on it overfits" if overfits else ""
-    return f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}{end}"
+    title = f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}"
+    return f"{title}; from epoch {least.epoch} on it overfits" if overfits else title
 
 # %% ../../../nbs/learn/train/state.ipynb #dc006e43
 _SHOWN = ["loss", "val_loss", "val_segment_accuracy", "f1", "auc", "batches_per_s", "seconds"]
@@ -511,12 +477,12 @@ class BestEpoch:
     chosen: DecisionRule  # vote and thresholds
 
 
-def validation_figures(
-    scores: np.ndarray,  # [B, L] probability of a leak for each long segment; NaN: after the end of the recording
-    is_leak: np.ndarray,  # [B] bool
-    chosen: DecisionRule,  # vote and threshold
-) -> dict[str, float]:  # val_loss, val_segment_accuracy, f1, auc, balanced_accuracy
-    "Compute the figures of validation from its scores."
+def validation_figures(scores: np.ndarray, is_leak: np.ndarray, chosen: DecisionRule) -> dict[str, float]:
+    """Compute the figures of validation, named as in `EpochFigures`.
+
+    `scores` are [B, L] probabilities of a leak for each long segment, NaN after the end of the recording; `is_leak`
+    is [B] bool.
+    """
     is_valid = ~np.isnan(scores)
     truth = np.broadcast_to(is_leak[:, None], scores.shape)[is_valid]
     p = np.clip(scores[is_valid].astype(np.float64), 1e-7, 1 - 1e-7)  # their logarithm is taken
@@ -539,7 +505,7 @@ class TrainingState:
         data: TrainingData,
         settings: TrainSettings,
         device: str | torch.device,
-        show: str = "none",  # progress display of loading: as for Progress
+        show: str = "none",  # display of loading, as for Progress
     ):
         self.data = data
         self.settings = settings = with_length(settings, len(data.training))
@@ -551,28 +517,21 @@ class TrainingState:
         self.seconds = 0.0  # that runs before this one took
         self.open(settings.loader)
         n_steps = settings.epochs * len(self.loader)
-        self.stepper = Stepper(
-            new_net(data, settings), data.task, settings, device, data.class_counts, n_steps
-        )
+        net = new_net(data, settings)
+        self.stepper = Stepper(net, data.task, settings, device, data.class_counts, n_steps)
         self.timer = StepTimer(self.stepper.device, settings.profile_every)
         self.sums = EpochSums(self.stepper.device)  # of the epoch that is learned
         self.timeline = Timeline()  # with the samples of the machine since the last epoch
 
-    def open(
-        self,
-        kind: str,  # on which the order of the items depends
-    ) -> None:  # raises MachineError where memory is too small for it
-        "Open the loader."
-        s = self.settings
-        given: dict[str, Any] = {"device": self.device, "seed": s.seed, "epoch_share": s.epoch_share}
-        given |= {"device_fraction": s.device_fraction, "buffer_blocks": s.buffer_blocks}
-        with memory_guard(
-            "the items do not fit into memory",
-            "free memory, or start over with loader='stream', which holds only a few items",
-        ):
-            self.loader = open_loader(
-                self.data.training, s.batch_size, kind=kind, progress=self.show, **given
-            )
+    def open(self, kind: str) -> None:
+        "Open a loader of a kind, on which the order of the items depends; raises MachineError where memory is too small."
+        given = {
+            n: getattr(self.settings, n) for n in ("seed", "epoch_share", "device_fraction", "buffer_blocks")
+        }
+        given |= {"device": self.device, "progress": self.show}
+        remedy = "free memory, or start over with loader='stream', which holds only a few items"
+        with memory_guard("the items do not fit into memory", remedy):
+            self.loader = open_loader(self.data.training, self.settings.batch_size, kind=kind, **given)
 
     def close(self) -> None:
         "Free what the loader holds."
@@ -586,10 +545,9 @@ class TrainingState:
     @property
     def is_over(self) -> bool:
         "Whether no epoch is left, or the validation loss has not fallen for as many epochs as patience allows."
-        if len(self.epochs) >= self.settings.epochs:
-            return True
         patience = self.settings.early_stop_epochs if self.data.validation is not None else 0
-        return not self.is_learned and should_stop(self.epochs, patience)
+        is_last = len(self.epochs) >= self.settings.epochs
+        return is_last or (not self.is_learned and should_stop(self.epochs, patience))
 
     @property
     def best_figures(self) -> EpochFigures | None:
@@ -619,13 +577,10 @@ def end_epoch(
     is_leak = np.zeros(0, bool)
     if data.validation is not None:
         is_leak = data.validation.is_leak
-        with memory_guard(
-            "memory is too small to score the validation recordings during the training",
-            "free memory, use loader='stream', or device='cpu'",
-        ):
-            scores = score_rows(
-                detector_of(state), data.validation, device=state.stepper.device, progress=progress
-            )
+        what = "memory is too small to score the validation recordings during the training"
+        with memory_guard(what, "free memory, use loader='stream', or device='cpu'"):
+            on = state.stepper.device
+            scores = score_rows(detector_of(state), data.validation, device=on, progress=progress)
         chosen = choose_rule(is_leak, scores, s.vote, s.vote_share)
         found = validation_figures(scores, is_leak, chosen)
     evaluate_s = time.perf_counter() - began
@@ -633,12 +588,9 @@ def end_epoch(
         epoch=len(state.epochs) + 1,
         step=state.stepper.n_done,
         learning_rate=state.stepper.optimiser.param_groups[0]["lr"],
-        **learned,
-        **found,
         seconds=times["learn_s"] + evaluate_s,
         evaluate_s=evaluate_s,
-        **_speed(state, times),
-        **_machine_use(state.timeline.samples),
+        **(learned | found | _speed(state, times) | _machine_use(state.timeline.samples)),
     )
     highest = max((e.f1 for e in (*state.epochs, figures) if not math.isnan(e.f1)), default=math.nan)
     if data.validation is None or is_better(figures, state.best_figures, highest, int(is_leak.sum())):
@@ -653,12 +605,9 @@ def _machine_use(samples: list[dict[str, Any]]) -> dict[str, Any]:
     "Memory and GPU use of an epoch; only the last sample is kept, for the next epoch."
     seen = samples.copy()  # another thread appends to it
     del samples[: len(seen) - 1]
-    found = {
-        "mean_rss_bytes": mean(seen, "rss_bytes"),
-        "peak_rss_bytes": peak(seen, "rss_bytes"),
-        "mean_gpu_percent": mean(seen, "gpu_percent"),
-        "peak_vram_bytes": peak(seen, "vram_bytes"),
-    }
+    rss, gpu, vram = "rss_bytes", "gpu_percent", "vram_bytes"
+    found = {f"mean_{name}": mean(seen, name) for name in (rss, gpu)}
+    found |= {f"peak_{name}": peak(seen, name) for name in (rss, vram)}
     return {name: math.nan if value is None else float(value) for name, value in found.items()}
 
 
@@ -670,36 +619,33 @@ def _speed(state: TrainingState, times: Mapping[str, float]) -> dict[str, Any]:
     steady_s = times["learn_s"] - warm_s
     rate = (n - is_first) / steady_s if n > is_first and steady_s > 0 else math.nan
     items_per_s = rate * state.loader.order.n_items / len(state.loader)
-    speed = {"warm_up_s": warm_s, "batches_per_s": rate, "items_per_s": items_per_s}
-    return {name: value for name, value in times.items() if name != "first_wait_ms"} | speed
+    found = {**times, "warm_up_s": warm_s, "batches_per_s": rate, "items_per_s": items_per_s}
+    return {name: value for name, value in found.items() if name != "first_wait_ms"}
 
 # %% ../../../nbs/learn/train/state.ipynb #87cb4bc0
-def data_record(data: TrainingData, settings: TrainSettings) -> dict[str, Any]:  # plain values
-    "Return what is recorded of any training: versions, settings, data and split."
+def data_record(data: TrainingData, settings: TrainSettings) -> dict[str, Any]:
+    "Return what is recorded of any training as plain values: versions, settings, data and split."
     split = None
     if data.split is not None:
-        names = ("method", "leaky", "stamp", "allowed_leaky")
-        split = {n: getattr(data.split, n) for n in names} | {
-            "problems": [f"{p.path}: {p.message}" for p in data.split.problems],
-            "unchecked": list(data.split.unchecked),
+        split = {n: getattr(data.split, n) for n in ("method", "leaky", "stamp", "allowed_leaky")}
+        split["problems"] = [f"{p.path}: {p.message}" for p in data.split.problems]
+        split["unchecked"] = list(data.split.unchecked)
+    names = data.task.model_names
+    parts = {
+        part: {
+            "files": [os.fsencode(s.path.name).decode("utf-8", "backslashreplace") for s in ds.sources],
+            "recordings": len(ds.rows),
+            "by_class": dict(zip(names, np.bincount(ds.labels, minlength=len(names)).tolist())),
         }
+        for part, ds in data.parts.items()
+    }
     return {
         "leakmel_version": __version__,
         "torch_version": str(torch.__version__),
         "settings": asdict(settings) | {"channels": list(settings.channels)},
-        "training": _part_record(data.training, data.task.model_names),
-        "validation": data.validation and _part_record(data.validation, data.task.model_names),
+        **(dict.fromkeys(("training", "validation")) | parts),
         "split": split,
         **({"labels_by_people": counts} if (counts := data.labels_by_people) else {}),
-    }
-
-
-def _part_record(ds: Segments, names: Sequence[str]) -> dict[str, Any]:
-    counts = np.bincount(ds.labels, minlength=len(names)).tolist()
-    return {
-        "files": [os.fsencode(s.path.name).decode("utf-8", "backslashreplace") for s in ds.sources],
-        "recordings": len(ds.rows),
-        "by_class": dict(zip(names, counts)),
     }
 
 
@@ -713,12 +659,8 @@ def detector_facts(data: TrainingData) -> dict[str, Any]:
     }
 
 
-def detector_of(
-    state: TrainingState,
-    *,
-    best: bool = False,  # True: weights of the best epoch, in host memory; False: current weights
-) -> Detector:
-    "Make a detector of the state of a training."
+def detector_of(state: TrainingState, *, best: bool = False) -> Detector:
+    "Make a detector of the current weights, or of those of the best epoch, in host memory."
     given = detector_facts(state.data)
     if not best or state.best is None:
         return Detector(classifier=state.stepper.net, **given)
@@ -736,11 +678,8 @@ def detector_of(
     return Detector(classifier=net, **given, record=record, provenance=state.data.provenance)
 
 # %% ../../../nbs/learn/train/state.ipynb #6da80f68
-def to_checkpoint(
-    state: TrainingState,
-    seconds: float,  # duration of all runs until now
-) -> dict[str, Any]:  # tensors and plain values
-    "Return a state as a checkpoint holds it."
+def to_checkpoint(state: TrainingState, seconds: float) -> dict[str, Any]:
+    "Return a state as a checkpoint holds it, with the seconds of all runs until now: tensors and plain values."
     best = state.best
     return {
         "format": FORMAT,
@@ -756,11 +695,8 @@ def to_checkpoint(
     }
 
 
-def restore_checkpoint(
-    state: TrainingState,  # new
-    values: dict[str, Any],  # of `to_checkpoint`
-) -> None:  # raises DataError for a checkpoint of another version
-    "Restore the state of a checkpoint."
+def restore_checkpoint(state: TrainingState, values: dict[str, Any]) -> None:
+    "Restore the values of `to_checkpoint` in a new state; raises DataError for those of another version."
     try:
         state.epochs = [EpochFigures(**e) for e in values["epochs"]]
         state.seconds = float(values["seconds"])

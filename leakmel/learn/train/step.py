@@ -22,24 +22,14 @@ from leakmel.core.errors import MachineError
 from leakmel.core.timeline import nvtx_range
 from leakmel.learn.data.segments import Batch, Task
 from leakmel.learn.model.files import AdaptiveBatches, keep_freed_memory, memory_guard
-from leakmel.learn.model.net import (
-    LeakNet,
-    augment,
-    batch_totals,
-    loss_weights,
-    segment_images,
-    micro_batch_loss,
-)
+from leakmel.learn.model import net as nets
+from leakmel.learn.model.net import LeakNet
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.mel.torch_engine import full_float32_precision
 
 # %% ../../../nbs/learn/train/step.ipynb #5afd7d59
-def learning_rate(
-    step: int,  # 0 to n_steps - 1
-    n_steps: int,  # of the whole training
-    settings: TrainSettings,
-) -> float:
-    "Return the learning rate of a step: a straight rise, then half a cosine."
+def learning_rate(step: int, n_steps: int, settings: TrainSettings) -> float:
+    "Return the learning rate of a step, from 0, of all `n_steps`: a straight rise, then half a cosine."
     top = settings.learning_rate
     least = top * settings.min_lr_share
     n_warm = min(math.ceil(settings.warmup_share * n_steps), n_steps)
@@ -49,12 +39,8 @@ def learning_rate(
     return least + (top - least) * (1 + math.cos(math.pi * done)) / 2
 
 # %% ../../../nbs/learn/train/step.ipynb #2c289144
-def step_seed(
-    seed: int,  # of the training
-    step: int,
-    use: int,  # 0: augmentation, 1: dropout
-) -> int:  # 0 to 2**63 - 1
-    "Return the seed of one use of random numbers in one step."
+def step_seed(seed: int, step: int, use: int) -> int:
+    "Return the seed, 0 to 2**63 - 1, of one use of random numbers in one step (0: augmentation, 1: dropout)."
     return int(np.random.SeedSequence([seed, step, use]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -69,10 +55,8 @@ def seeded_random(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 # %% ../../../nbs/learn/train/step.ipynb #7c02db33
-def half_type(
-    settings: TrainSettings, device: torch.device
-) -> torch.dtype | None:  # None: float32 throughout
-    "Return the half precision that a training uses."
+def half_type(settings: TrainSettings, device: torch.device) -> torch.dtype | None:
+    "Return the half precision that a training uses; None: float32 throughout."
     if settings.amp == "auto":
         if device.type != "cuda":
             return None
@@ -81,11 +65,8 @@ def half_type(
     return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.amp]
 
 # %% ../../../nbs/learn/train/step.ipynb #217ee6e2
-def micro_batch_slices(
-    n: int,  # items of the batch
-    most: int,  # items of a micro-batch at most
-) -> list[slice]:  # of equal length, as far as possible
-    "Cut a batch into micro-batches, none of them a small rest."
+def micro_batch_slices(n: int, most: int) -> list[slice]:
+    "Cut a batch of `n` items into micro-batches of at most `most`, of equal length as far as possible."
     k = -(-n // most)
     ends = [n * i // k for i in range(k + 1)]
     return [slice(a, b) for a, b in zip(ends, ends[1:])]
@@ -133,7 +114,7 @@ class Stepper:
         ]
         self.optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, fused=True)
         self.scaler = self._new_scaler()
-        self.weights = loss_weights(task, settings, class_counts, self.device)
+        self.weights = nets.loss_weights(task, settings, class_counts, self.device)
         self.generator = torch.Generator(self.device)
         # micro-batches: their size is lowered where memory runs out
         self.portions = AdaptiveBatches(-(-settings.batch_size // settings.accumulation), self._drop, "item")
@@ -144,11 +125,8 @@ class Stepper:
     def _new_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.device.type, enabled=self.half is torch.float16)
 
-    def step(
-        self,
-        batch: Batch,  # not empty
-    ) -> StepFigures:  # raises MachineError where one item needs too much memory, or a net cannot be compiled
-        "Train on a batch."
+    def step(self, batch: Batch) -> StepFigures:
+        "Train on a batch; raises MachineError where one item needs too much memory, or a net cannot be compiled."
         start = time.perf_counter()
         self.net.train()
         with full_float32_precision():
@@ -165,9 +143,8 @@ class Stepper:
                 ) from e
             for group in self.optimiser.param_groups:
                 group["lr"] = learning_rate(self.n_done, self.n_steps, self.settings)
-            with memory_guard(
-                "memory ran out while the weights were updated", "resume from the last checkpoint"
-            ):
+            text = "memory ran out while the weights were updated"
+            with memory_guard(text, "resume from the last checkpoint"):
                 self.scaler.step(self.optimiser)
                 self.scaler.update()
         self.n_done += 1
@@ -183,8 +160,8 @@ class Stepper:
         s = self.settings
         batch = batch.to(self.device)
         self.generator.manual_seed(step_seed(s.seed, self.n_done, 0))
-        x = augment(segment_images(batch.x), self.net.mean, s, self.generator)
-        totals = batch_totals(batch.y, self.weights)
+        x = nets.augment(nets.segment_images(batch.x), self.net.mean, s, self.generator)
+        totals = nets.batch_totals(batch.y, self.weights)
         loss = torch.zeros((), device=self.device)
         n_correct = torch.zeros((), dtype=torch.int64, device=self.device)
         # a network is compiled for whole batches only: each further size would take as long again
@@ -196,7 +173,7 @@ class Stepper:
                 y = batch.y[piece]
                 with half:
                     logits, leak_logit = forward(x[piece])
-                part = micro_batch_loss(logits, leak_logit, y, s, self.weights, totals)
+                part = nets.micro_batch_loss(logits, leak_logit, y, s, self.weights, totals)
                 self.scaler.scale(part).backward()
                 loss = loss + part.detach()
                 n_correct = n_correct + (logits.detach().argmax(1) == y).sum()
@@ -222,11 +199,8 @@ class Stepper:
             "scaler": self.scaler.state_dict(),
         }
 
-    def load_state_dict(
-        self,
-        state: dict[str, Any],  # of `state_dict`
-    ) -> None:  # raises KeyError, ValueError ... for no state
-        "Resume after the step at which a state was saved."
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        "Resume after the step at which a state was saved; raises KeyError, ValueError ... for no state."
         self.optimiser.load_state_dict(state["optimiser"])
         # a fused kernel goes through a weight and its state as they lie in memory
         for weight, held in self.optimiser.state.items():
@@ -243,16 +217,12 @@ GOAL_MS = 10.0
 SLOW_MS = 50.0
 
 
-def loader_advice(
-    times: Mapping[str, float],  # of `StepTimer.times`
-) -> str | None:  # None: the loader keeps up
-    "Return advice if the training waits long for its batches."
-    if not times["loader_mean_ms"] > SLOW_MS:
-        return None
-    return (
-        f"the loader is too slow: {times['loader_mean_ms']:.0f} ms of waiting for a batch, {times['io_to_compute']:.1f} "
-        f"times the computing time (goal: under {GOAL_MS:.0f} ms); hold the rows in memory or on the device"
-    )
+def loader_advice(times: Mapping[str, float]) -> str | None:
+    "Return advice if by `StepTimer.times` the training waits long for its batches; None: the loader keeps up."
+    wait = f"{times['loader_mean_ms']:.0f} ms of waiting for a batch, {times['io_to_compute']:.1f}"
+    goal = f"times the computing time (goal: under {GOAL_MS:.0f} ms)"
+    text = f"the loader is too slow: {wait} {goal}; hold the rows in memory or on the device"
+    return text if times["loader_mean_ms"] > SLOW_MS else None
 
 # %% ../../../nbs/learn/train/step.ipynb #08860d73
 class StepTimer:
@@ -275,11 +245,8 @@ class StepTimer:
         self.moving_s = 0.0  # of the host, in copies for the batch that is waited for
         self.start = time.perf_counter()
 
-    def batches(
-        self,
-        loader: Iterable[Batch],  # with a method `transfer`, as a `Loader` has
-    ) -> Iterator[Batch]:
-        "Pass on the batches of a loader; an epoch begins."
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        "Pass on the batches of a loader, which has a method `transfer`; an epoch begins."
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         self._clear()
