@@ -14,9 +14,21 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import leakmel as lm
 from leakmel.core.errors import DataError, UsageError, show_path
-from leakmel.core.operation import Operation, Outcome, Run, Texts, operation, option, refuse_unused
+from leakmel.core.operation import (
+    Operation,
+    Outcome,
+    RowTable,
+    Run,
+    Texts,
+    operation,
+    option,
+    refuse_unused,
+    run_folder,
+    runs_folder,
+    user_path,
+    write_summary,
+)
 from leakmel.core.progress import wrap_text
-from leakmel.core.run_plan import RowTable, run_folder, runs_folder, user_path, write_summary
 from leakmel.learn.model.settings import CheckpointSettings, Metric, RoundRules, TrainSettings
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from leakmel.core.errors import DataError, missing_remedy, show_path
-from leakmel.core.run_plan import newest_run, runs_folder, user_path
+from leakmel.core.operation import newest_run, runs_folder, user_path
 from leakmel.dataset.file.schema import data_set_name
 from leakmel.dataset.run.pipeline import build_all, find_data
 from leakmel.learn.evaluate.evaluation import Evaluation

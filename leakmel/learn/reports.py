@@ -22,8 +22,7 @@ from leakmel.learn.evaluate.resampling import CrossValidation
 from leakmel.learn.evaluate.plots import ScoredSpectrogram, counted, error_bars, spectrogram_figure
 from leakmel.learn.metrics.significance import figure_title
 from leakmel.learn.evaluate.evaluation import Evaluation
-from leakmel.learn.predict.predict import Predictions
-from leakmel.learn.predict.scoring import ScoredRecording
+from leakmel.learn.predict.predict import Predictions, ScoredRecording
 from leakmel.learn.train.state import learning_curves
 from leakmel.learn.train.loop import TrainResult
 from leakmel.mel.engines import log_mel

@@ -21,6 +21,11 @@ from leakmel.core.threads import start_process
 from leakmel.operations import WithFeatures
 
 
+def wrong_arguments(message: str, **more: Any) -> UsageError:
+    "Return the error for arguments that do not fit together."
+    return UsageError(message, code="invalid-arguments", **more)
+
+
 def check_report(path: str) -> Path:
     "Check the name of a report before the work, and return its path; raises OutputError where it would replace another file, MissingPackageError."
     import plotly  # noqa: F401
@@ -29,12 +34,7 @@ def check_report(path: str) -> Path:
 
     target = user_path(path)
     if target.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(
-            "the report is an HTML file",
-            code="invalid-arguments",
-            path=target,
-            expected="a name that ends in .html",
-        )
+        raise wrong_arguments("the report is an HTML file", path=target, expected="a name that ends in .html")
     require_kind(target, "report of leakmel", is_report)
     return target
 
@@ -44,20 +44,9 @@ NOTEBOOKS = Path(lm.__file__).parent / "notebooks"  # installed with the package
 
 def start_kinds() -> Kinds:
     "Return the names and types of the parameters of start.ipynb."
-    return {
-        "data_root": (str, None),
-        "table": (str, None),
-        "columns": (str,),
-        "labels": (str, None),
-        "sample_rate": (int, None),
-        "duration_s": (float, None),
-        "leak_label": (str,),
-        "group": (str, None),
-        "new_recordings": (str, None),
-        "out": (str, None),
-        "detector": (str,),
-        "device": (str,),
-    }
+    paths = dict.fromkeys(("data_root", "table", "labels", "group", "new_recordings", "out"), (str, None))
+    words = dict.fromkeys(("columns", "leak_label", "detector", "device"), (str,))
+    return {**paths, **words, "sample_rate": (int, None), "duration_s": (float, None)}
 
 # %% ../../nbs/ops/operations.ipynb #8d3e8284
 @dataclass(frozen=True, repr=False)
@@ -90,22 +79,15 @@ class WorkingFolder:
         return "\n".join([*lines, f"next: {self.summary['next']}, then open start.ipynb and run its cells"])
 
 # %% ../../nbs/ops/operations.ipynb #912c046d
-def make_working_folder(
-    folder: str | os.PathLike,  # created if it does not exist
-) -> WorkingFolder:  # raises OutputError
-    "Copy the run notebooks into a folder and create runs/ in it; existing files are not changed."
+def make_working_folder(folder: str | os.PathLike) -> WorkingFolder:  # raises OutputError
+    "Copy the run notebooks into a folder, new or not, and create runs/ in it; existing files are not changed."
     if not os.fspath(folder):
-        raise UsageError(
-            "the name of the folder is empty", code="usage", remedy="name a folder: leakmel init DIR"
-        )
+        remedy = "name a folder: leakmel init DIR"
+        raise UsageError("the name of the folder is empty", code="usage", remedy=remedy)
     target = user_path(folder)
     if os.path.lexists(target) and not target.is_dir():
-        raise OutputError(
-            "this is a file, but a folder is needed",
-            code="not-a-folder",
-            path=target,
-            remedy="name a new folder",
-        )
+        message, remedy = "this is a file, but a folder is needed", "name a new folder"
+        raise OutputError(message, code="not-a-folder", path=target, remedy=remedy)
     names = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
     kept = tuple(name for name in names if os.path.lexists(target / name))
     created = tuple(name for name in names if name not in kept)
@@ -117,12 +99,8 @@ def make_working_folder(
     except OSError as e:
         path = e.filename or target
         cause, remedy = explain(e, path, writing=True)
-        raise OutputError(
-            f"the working folder cannot be written ({cause})",
-            code="output-not-writable",
-            path=path,
-            remedy=remedy,
-        ) from e
+        message = f"the working folder cannot be written ({cause})"
+        raise OutputError(message, code="output-not-writable", path=path, remedy=remedy) from e
     return WorkingFolder(target, created, kept)
 
 # %% ../../nbs/ops/operations.ipynb #fa7c3003
@@ -156,29 +134,16 @@ class Fetch(Operation):
     def __call__(self, run: Run) -> Outcome:
         from leakmel.sets.catalogue import SETS, catalogue_text
 
+        unverified = {"--accept-unverified": self.accept_unverified}
         if self.name is None:
-            given = {
-                "--out": self.out,
-                "--from": self.source,
-                "--yes": self.yes,
-                "--accept-unverified": self.accept_unverified,
-            }
+            given = {"--out": self.out, "--from": self.source, "--yes": self.yes, **unverified}
             refuse_unused(given, "without the name of a set", f"name one of {', '.join(SETS)}")
-            return Outcome(
-                SETS,
-                {
-                    "sets": [
-                        {key: getattr(s, key) for key in ("name", "title", "doi", "size", "licence")}
-                        for s in SETS.values()
-                    ]
-                },
-                f"{catalogue_text()}\n\nleakmel fetch NAME shows licence and citation, and asks before it downloads.",
-            )
+            keys = ("name", "title", "doi", "size", "licence")
+            body = {"sets": [{key: getattr(s, key) for key in keys} for s in SETS.values()]}
+            help = "leakmel fetch NAME shows licence and citation, and asks before it downloads."
+            return Outcome(SETS, body, f"{catalogue_text()}\n\n{help}")
         if self.source is not None:
-            refuse_unused(
-                {"--accept-unverified": self.accept_unverified},
-                "together with --from, because nothing is downloaded",
-            )
+            refuse_unused(unverified, "together with --from, because nothing is downloaded")
         found = lm.fetch(
             self.name,
             self.out,
@@ -222,21 +187,15 @@ class Labels(Operation):
         from leakmel.audio.labels import export_tracks, import_tracks, login_name
 
         is_import = self.what == "import"
-        needed, lost = (
-            ("into", ("format", "to")) if is_import else ("to", ("into", "classes", "by", "column"))
-        )
+        lost = ("format", "to") if is_import else ("into", "classes", "by", "column")
         if wrong := [name for name in lost if getattr(self, name) is not None]:
-            raise UsageError(
-                f"The option --{wrong[0]} does not belong to labels {self.what}", code="invalid-arguments"
-            )
-        if getattr(self, needed) is None or not is_import and len(self.files) > 1:
-            raise UsageError(
-                f"labels {self.what} needs {'label tracks and a table' if is_import else 'one table and a folder'}",
-                code="invalid-arguments",
-                expected=self.command.example
-                if is_import
-                else "leakmel export --labels export labels.csv --to DIR",
-            )
+            raise wrong_arguments(f"The option --{wrong[0]} does not belong to labels {self.what}")
+        if is_import and self.into is None:
+            example = self.command.example
+            raise wrong_arguments("labels import needs label tracks and a table", expected=example)
+        if not is_import and (self.to is None or len(self.files) > 1):
+            example = "leakmel export --labels export labels.csv --to DIR"
+            raise wrong_arguments("labels export needs one table and a folder", expected=example)
         made: Any
         if is_import:
             made = import_tracks(
@@ -249,11 +208,9 @@ class Labels(Operation):
                 recordings=self.recordings,
             )
         else:
+            to: Any = self.to
             made = export_tracks(
-                self.files[0],
-                self.to,  # type: ignore[arg-type]
-                format=self.format or "audacity",
-                recordings=self.recordings,
+                self.files[0], to, format=self.format or "audacity", recordings=self.recordings
             )
         return Outcome(made, made.summary, repr(made))
 
@@ -345,11 +302,9 @@ class Review(Operation):
 
         folder = user_path(self.folder)
         if not folder.is_dir():
+            remedy = missing_remedy(folder)
             raise DataError(
-                "the folder does not exist",
-                code="no-such-folder",
-                path=self.folder,
-                remedy=missing_remedy(folder),
+                "the folder does not exist", code="no-such-folder", path=self.folder, remedy=remedy
             )
         kinds = {read_score_table(user_path(table))[0] for table in self.scores}
         if self.model is not None:
@@ -362,17 +317,14 @@ class Review(Operation):
         }
         kind, expected = needs.get(self.queue or "", ("", ""))
         if kind and kind not in kinds:
-            raise UsageError(
-                f"the queue {self.queue} needs scores", code="invalid-arguments", expected=expected
-            )
+            raise wrong_arguments(f"the queue {self.queue} needs scores", expected=expected)
 
     def __call__(self, run: Run) -> Outcome:
         from leakmel.learn.review.review import lab_command, review_parameters, write_review
 
         self._check()
-        given = review_parameters(
-            self.folder, self.model, list(self.scores), self.queue or "", self.labels, self.by, self.n
-        )
+        scores, queue = list(self.scores), self.queue or ""
+        given = review_parameters(self.folder, self.model, scores, queue, self.labels, self.by, self.n)
         lab_command(Path(), self.browser)  # a missing package is an error now
         path = write_review(given, self.out)
         command = lab_command(path, self.browser)
@@ -465,13 +417,8 @@ class Embed(_Embedding):
         return Outcome(found, found.summary | {"out": show_path(out)}, text)
 
 # %% ../../nbs/ops/operations.ipynb #086491df
-def correlation_page(
-    # of `lm.correlate`
-    found: Any,
-    # HTML file
-    path: Path,
-) -> Path:
-    "Write a correlation with its figure as one HTML file that works without a network; raises OutputError, SpaceError."
+def correlation_page(found: Any, path: Path) -> Path:
+    "Write a correlation as one HTML file that works without a network; raises OutputError, SpaceError."
     from leakmel.insight.page_figures import Section, write_report
 
     first, *rest = found.text().splitlines()
@@ -524,28 +471,21 @@ class Correlate(Operation):
             return self.speed_m_s
         if self.speed_m_s is None and None not in size:
             return lm.wave_speed(*size)
-        raise UsageError(
-            "the speed of the wave is not given, or not by one way",
-            code="conflicting-parameters",
-            expected="either the speed (speed_m_s), or material, diameter_mm and wall_mm",
-            remedy="give the measured speed if there is one",
-        )
+        message = "the speed of the wave is not given, or not by one way"
+        expected = "the measured speed (speed_m_s), or material, diameter_mm and wall_mm"
+        raise UsageError(message, code="conflicting-parameters", expected=expected)
 
     def __call__(self, run: Run) -> Outcome:
         from leakmel.locate.cross_spectra import synthetic_pair
 
         if self.distance_m is None:
-            raise UsageError(
-                "the distance of the loggers is not given", code="wrong-type", expected="distance_m"
-            )
+            message = "the distance of the loggers is not given"
+            raise UsageError(message, code="wrong-type", expected="distance_m")
         page = check_report(self.html) if self.html else None
         band: Any = (self.band_low_hz, self.band_high_hz)
         if (self.band_low_hz is None) != (self.band_high_hz is None):
-            raise UsageError(
-                "the band needs both ends",
-                code="conflicting-parameters",
-                expected="band_low_hz and band_high_hz",
-            )
+            expected = "band_low_hz and band_high_hz"
+            raise UsageError("the band needs both ends", code="conflicting-parameters", expected=expected)
         speed = self._speed()
         a: Any = None if self.a is None else user_path(self.a)
         if a is None:
@@ -592,15 +532,11 @@ class Export(Operation):
 
     def _export_detector(self, run: Run) -> Outcome:
         "Write a detector as an ONNX file, and compare it."
-        refuse_unused(
-            {"--license": self.license, "--to": self.to},
-            "together with --onnx",
-            "leave it out; leakmel export --card states the licence of a detector",
-        )
+        remedy = "leave it out; leakmel export --card states the licence of a detector"
+        refuse_unused({"--license": self.license, "--to": self.to}, "together with --onnx", remedy)
         if self.recordings is None:
-            refuse_unused(
-                {"--most": self.most}, "without --recordings", "add --recordings DIR, or leave it out"
-            )
+            remedy = "add --recordings DIR, or leave it out"
+            refuse_unused({"--most": self.most}, "without --recordings", remedy)
         done = lm.export_onnx(
             user_path(self.file),
             None if self.out is None else user_path(self.out),
@@ -619,28 +555,13 @@ class Export(Operation):
 
         given = Path(self.file)
         if given.name == MODEL or (given / MODEL).is_file():
-            raise UsageError(
-                "this is a detector, and the format of a detector is ONNX",
-                code="invalid-arguments",
-                found=show_path(given),
-                remedy="add --onnx",
-            )
-        refuse_unused(
-            {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")},
-            "without --onnx",
-            "leave it out, or add --onnx for a detector",
-        )
+            message = "this is a detector, and the format of a detector is ONNX"
+            raise wrong_arguments(message, found=show_path(given), remedy="add --onnx")
+        unused = {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")}
+        refuse_unused(unused, "without --onnx", "leave it out, or add --onnx for a detector")
         if self.out is None:
-            raise UsageError(
-                "an export needs a folder",
-                code="invalid-arguments",
-                expected="--out DIR, or --onnx for a detector",
-            )
-        how: dict[str, Any] = {
-            "out": user_path(self.out),
-            "to": self.to or "parquet",
-            "progress": run.progress,
-        }
+            raise wrong_arguments("an export needs a folder", expected="--out DIR, or --onnx for a detector")
+        how: Any = {"out": user_path(self.out), "to": self.to or "parquet", "progress": run.progress}
         if is_state_folder(self.file):
             refuse_unused({"--license": self.license}, "for the history of nightly runs, which has no card")
             done = export_history(self.file, **how)
@@ -669,22 +590,16 @@ class Card(Operation):
 
         given = Path(self.file)
         if is_state_folder(given):
-            raise UsageError(
+            raise wrong_arguments(
                 "this is the history of nightly runs, which has no card",
-                code="invalid-arguments",
                 path=given,
                 expected="a data set, a detector, or a folder of one of them",
                 remedy="write the history as tables with leakmel export",
             )
-        made = lm.card(
-            given,
-            out=user_path(self.out or (given if given.is_dir() else given.parent)),
-            license=self.license,
-            progress=run.progress,
-        )
-        return Outcome(
-            made, made.summary, f"card: {made.summary['card']}\nmetadata: {made.summary['metadata']}"
-        )
+        out = user_path(self.out or (given if given.is_dir() else given.parent))
+        made = lm.card(given, out=out, license=self.license, progress=run.progress)
+        text = f"card: {made.summary['card']}\nmetadata: {made.summary['metadata']}"
+        return Outcome(made, made.summary, text)
 
 
 @operation("page", words="export --page", example="leakmel export --page out.ipynb")
@@ -725,15 +640,13 @@ class Cache(Operation):
         count = f"{'' if is_list else 'removed '}{len(files):,} cache file{'s' * (len(files) != 1)}"
         lines = [f"{count}, {size_text(n_bytes)} in {there}"]
         for f in files:
-            what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
-            lines.append(
-                f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}"
+            used, what = (
+                f.used_utc[:16].replace("T", " "),
+                f.problem or f"{f.recordings:,} recordings of {f.folder}",
             )
-        body = {
-            "folder": show_path(folder),
-            "n_bytes": n_bytes,
-            "files": [vars(f) | {"path": show_path(f.path)} for f in files],
-        }
+            lines.append(f"  {used}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}")
+        listed = [vars(f) | {"path": show_path(f.path)} for f in files]
+        body = {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}
         return Outcome(files, body, "\n".join(lines))
 
 
@@ -803,12 +716,9 @@ class Bench(Operation):
             rounds=self.rounds,
             log=print_error,
         )
-        return Outcome(
-            record,
-            record | {"path": show_path(path)},
-            f"{build_table(record)}\nstored as {show_path(path)}",
-            0 if record["verified"]["all_ok"] else 1,
-        )
+        text = f"{build_table(record)}\nstored as {show_path(path)}"
+        status = 0 if record["verified"]["all_ok"] else 1
+        return Outcome(record, record | {"path": show_path(path)}, text, status)
 
 
 @operation(

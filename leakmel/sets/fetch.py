@@ -61,11 +61,8 @@ def unsafe_archive(path: Path, message: str, found: object = None) -> DataError:
     )
 
 
-def checked_parts(
-    name: str,  # of a member, as the archive gives it
-    archive: Path,
-) -> tuple[str, ...]:  # raises DataError
-    "Split the name of a member into folders and file name; refuse names that lead out of the archive."
+def checked_parts(name: str, archive: Path) -> tuple[str, ...]:
+    "Split the name of a member into folders and file name; raises DataError for one that leads out of the archive."
     parts = tuple(p for p in name.replace("\\", "/").split("/") if p not in ("", "."))
     is_absolute = name.startswith(("/", "\\")) or name[1:2] == ":"
     if is_absolute or ".." in parts or not parts or "\0" in name:
@@ -92,11 +89,8 @@ class _ZipSource(io.FileIO):
 
 
 @contextmanager
-def _opened(
-    path: Path,
-    shown: Path,  # for messages
-) -> Iterator[Any]:  # zipfile.ZipFile or rarfile.RarFile
-    "Open an archive; whatever goes wrong in both libraries is a DataError, but not a fault of the disk."
+def _opened(path: Path, shown: Path) -> Iterator[Any]:  # zipfile.ZipFile or rarfile.RarFile
+    "Open an archive, `shown` in messages; what goes wrong in the libraries is a DataError, but not a fault of the disk."
     try:
         with ExitStack() as opened:
             if path.suffix.lower() == ".zip":
@@ -120,14 +114,10 @@ def _opened(
                 code="no-rar-program",
                 path=shown,
                 expected="unar, unrar, bsdtar or 7z",
-                remedy="install one of them (for example: apt install unar), or extract the archive elsewhere and give the folder: --from DIR",
+                remedy="install one of them (apt install unar), or extract the archive and give the folder: --from DIR",
             ) from e
-        raise DataError(
-            f"the archive is damaged ({show_path(str(e))[:200] or type(e).__name__})",
-            code="damaged-archive",
-            path=shown,
-            remedy="download it again",
-        ) from e
+        cause = f"the archive is damaged ({show_path(str(e))[:200] or type(e).__name__})"
+        raise DataError(cause, code="damaged-archive", path=shown, remedy="download it again") from e
 
 # %% ../../nbs/sets/fetch.ipynb #ad29c6a7
 Choice = Callable[[tuple[str, ...]], bool]
@@ -179,9 +169,8 @@ class _Archives:
                 if inner and depth >= 2:  # a repository may pack a whole record again
                     raise unsafe_archive(shown, "it contains archives in archives in archives")
                 if inner:
-                    with tempfile.NamedTemporaryFile(
-                        prefix="leakmel-", suffix=Path(parts[-1]).suffix.lower()
-                    ) as f:
+                    ending = Path(parts[-1]).suffix.lower()
+                    with tempfile.NamedTemporaryFile(prefix="leakmel-", suffix=ending) as f:
                         self._copy(archive, info, 1_000_000_000, shown, f)
                         f.flush()
                         yield from self.members(Path(f.name), shown.joinpath(*parts), full, depth + 1)
@@ -194,17 +183,10 @@ class _Archives:
 def _files_below(folder: Path, skip_with: str) -> Iterator[tuple[str, ...]]:
     "Yield the regular files below a folder by their parts, in order; links and hidden folders are not followed."
     for here, folders, names in os.walk(folder):
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not is_system_folder(name)
-            and not (skip_with and os.path.lexists(os.path.join(here, name, skip_with)))
-        )
-        yield from (
-            p.relative_to(folder).parts
-            for p in (Path(here, name) for name in sorted(names))
-            if p.is_file() and not p.is_symlink()
-        )
+        own = {name for name in folders if skip_with and os.path.lexists(os.path.join(here, name, skip_with))}
+        folders[:] = sorted(name for name in folders if name not in own and not is_system_folder(name))
+        files = (Path(here, name) for name in sorted(names))
+        yield from (p.relative_to(folder).parts for p in files if p.is_file() and not p.is_symlink())
 
 
 def read_members(
@@ -235,39 +217,27 @@ def read_members(
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):  # an inner archive is copied
             raise write_error(e, e.filename or source) from e
-        cause, remedy = explain(e, e.filename or source)
-        raise DataError(
-            f"the source cannot be read ({cause})",
-            code="cannot-be-read",
-            path=e.filename or source,
-            remedy=remedy,
-        ) from e
+        path, (cause, remedy) = e.filename or source, explain(e, e.filename or source)
+        message = f"the source cannot be read ({cause})"
+        raise DataError(message, code="cannot-be-read", path=path, remedy=remedy) from e
 
 # %% ../../nbs/sets/fetch.ipynb #d1798bfa
-def write_headerless(
-    data: bytes,  # 32-bit little-endian PCM, mono, 8 kHz
-    path: Path,  # WAV file
-    name: str,  # for messages
-) -> None:  # raises DataError, OSError
-    "Write headerless samples as a WAV file, and compare it with them."
+def write_headerless(data: bytes, path: Path, name: str) -> None:
+    """Write 32-bit little-endian samples of 8 kHz, mono, as a WAV file, and compare it with them.
+
+    `name` is for messages. Raises DataError, OSError.
+    """
     import soundfile
 
     if not data or len(data) % 4:
-        raise DataError(
-            "the file does not consist of 32-bit samples",
-            code="set-changed",
-            path=name,
-            found=f"{len(data):,} bytes",
-        )
+        message, found = "the file does not consist of 32-bit samples", f"{len(data):,} bytes"
+        raise DataError(message, code="set-changed", path=name, found=found)
     samples = np.frombuffer(data, "<i4")
-    if (samples & 0xFFFF).any():
-        soundfile.write(path, samples, 8000, subtype="PCM_32", format="WAV")
-    else:
-        soundfile.write(path, (samples >> 16).astype(np.int16), 8000, subtype="PCM_16", format="WAV")
+    bits = 32 if (samples & 0xFFFF).any() else 16
+    soundfile.write(path, samples, 8000, subtype=f"PCM_{bits}", format="WAV")
     if not np.array_equal(soundfile.read(path, dtype="int32")[0], samples):
-        raise DataError(
-            "the WAV file does not hold the samples of the source", code="verification", path=path
-        )
+        message = "the WAV file does not hold the samples of the source"
+        raise DataError(message, code="verification", path=path)
 
 # %% ../../nbs/sets/fetch.ipynb #f6f219ff
 @dataclass(frozen=True)
@@ -326,11 +296,8 @@ def join_by_content(recordings: Sequence[Converted]) -> list[Converted]:
     return [replace(r, group=min(joined[r.named.group])) for r in recordings]
 
 # %% ../../nbs/sets/fetch.ipynb #d330083a
-def counts_of(
-    rs: Sequence[Converted],  # with a label
-    unlabelled: Sequence[Converted],
-) -> dict[str, int]:
-    "Count what the description of a set may state."
+def counts_of(rs: Sequence[Converted], unlabelled: Sequence[Converted]) -> dict[str, int]:
+    "Count what the description of a set may state, of recordings with a label and without one."
     pairs = equal_pairs(rs)
     every = [r.facts for r in (*rs, *unlabelled)]
     found = Counter({"recordings": len(rs), "recordings without a label": len(unlabelled)})
@@ -372,14 +339,14 @@ def _write_one(
 
 def convert(
     s: LeakSet,
-    members: Iterable[Member],  # of `archives.read_members`
+    members: Iterable[Member],  # of `read_members`
     folder: Path,  # exists, and is empty
-    *,
     progress: str = "auto",  # as for `core.progress.Progress`
-) -> tuple[
-    list[Converted], list[Converted], set[Path]
-]:  # with a label in the order of their paths, without one, archives; raises DataError, OutputError
-    "Write the recordings and the table of a set: path, label, sensor, group, further columns, and the name in the archive."
+) -> tuple[list[Converted], list[Converted], set[Path]]:  # raises DataError, OutputError
+    """Write the recordings and the table of a set: path, label, sensor, group, further columns, and the name in the archive.
+
+    Return the recordings with a label in the order of their paths, those without one, and the archives.
+    """
     import pandas as pd
 
     found, taken, archives = list[Converted](), defaultdict[str, set[str]](set), set[Path | None]()
@@ -398,29 +365,29 @@ def convert(
                 code="set-changed",
                 path=s.name,
                 found=f"folders {', '.join(places[:5])}" if found else "no file with a name of this set",
-                expected=f"folders or archives of {', '.join(s.labels)} with names like Leak and No-Leak; for the names of files {s.group_rule}",
-                remedy=f"give the archives as they were downloaded, or the folder that holds those of all labels, with their names as on {s.page}",
+                expected=f"folders or archives with names like Leak and No-Leak; for the names of files {s.group_rule}",
+                remedy=f"give the archives, or the folder of those of all labels, with their names as on {s.page}",
             )
         joined = join_by_content(labelled)
         extra = sorted({name for r in joined for name in r.named.columns})
         rows = [
-            {"path": r.path, "label": r.named.label, "sensor": r.group, "group": r.group}
-            | {name: r.named.columns.get(name, "") for name in extra}
-            | {"source": r.source}
+            (
+                r.path,
+                r.named.label,
+                r.group,
+                r.group,
+                *(r.named.columns.get(name, "") for name in extra),
+                r.source,
+            )
             for r in joined
         ]
-        pd.DataFrame(rows).to_csv(folder / TABLE, index=False, lineterminator="\n")
-    return joined, [r for r in found if not r.named.label], {a for a in archives if a is not None}
+        table = pd.DataFrame(rows, columns=["path", "label", "sensor", "group", *extra, "source"])
+        table.to_csv(folder / TABLE, index=False, lineterminator="\n")
+    return joined, [r for r in found if not r.named.label], archives - {None}  # type: ignore[return-value]
 
 # %% ../../nbs/sets/fetch.ipynb #88b3e00e
-@dataclass(frozen=True)
-class RemoteFile:
-    "A file of a record."
-
-    path: str  # folders and name, below any folder
-    url: str
-    size: int  # bytes
-    checksum: str  # "md5:..." or "sha256:..."; empty: none is published
+# a file of a record: folders and name, below any folder; bytes; checksum "md5:..." or "sha256:...", empty: none is published
+RemoteFile = namedtuple("RemoteFile", "path url size checksum")
 
 
 def _remote_file(path: str, url: Any, size: Any, checksum: Any, record: str) -> RemoteFile:
@@ -447,31 +414,21 @@ def _by_hand(s: LeakSet) -> str:
     return f"or download the files from {s.page} by hand and give them: --from PATH"
 
 
-def _request(
-    s: LeakSet,
-    url: str,
-    stream: bool = False,  # the content is not read yet
-) -> Any:  # an answer of requests
-    """Request a record or a file.
+def _request(s: LeakSet, url: str, stream: bool = False) -> Any:  # an answer of requests
+    """Request a record, or a file, whose content is not read yet.
 
-    Raises MachineError if no server answers, DataError if it answers with something else, and an error of `requests`
-    if a connection for a file breaks off or takes too long.
+    Raises MachineError if no server answers, an error of `requests` for a file, and DataError for another answer.
     """
     try:
         import requests
 
-        answer = requests.get(
-            url,
-            headers={"User-Agent": "leakmel (download of public recordings)", "Accept-Encoding": "identity"},
-            timeout=(15, 60),
-            stream=stream,
-        )
+        agent = "leakmel (download of public recordings)"
+        headers = {"User-Agent": agent, "Accept-Encoding": "identity"}
+        answer = requests.get(url, headers=headers, timeout=(15, 60), stream=stream)
     except ModuleNotFoundError as e:
         raise missing_package(e) from e
     except requests.RequestException as e:
-        # of a connection that was there
-        ended = requests.packages.urllib3.exceptions.ProtocolError  # type: ignore[attr-defined]
-        if stream and (isinstance(e, requests.Timeout) or any(isinstance(x, ended) for x in e.args)):
+        if stream:
             raise
         raise MachineError(
             f"the server {urlsplit(url).netloc} cannot be reached ({type(e).__name__})",
@@ -492,10 +449,9 @@ def _request(
 def _listed(s: LeakSet) -> list[RemoteFile]:
     "List all files of a record of Zenodo or Mendeley Data."
     if not s.version:
-        files = _request(s, s.record).json()["files"]
-        return [
-            _remote_file(f["key"], f["links"]["self"], f["size"], f.get("checksum"), s.record) for f in files
-        ]
+        every = _request(s, s.record).json()["files"]
+        facts = ((f["key"], f["links"]["self"], f["size"], f.get("checksum")) for f in every)
+        return [_remote_file(*fact, s.record) for fact in facts]
     folders = {f["id"]: f for f in _request(s, f"{s.record}/folders/{s.version}").json()}
     found: list[RemoteFile] = []
     for key in ("root", *folders):
@@ -506,20 +462,12 @@ def _listed(s: LeakSet) -> list[RemoteFile]:
     return found
 
 
-def published_files(
-    s: LeakSet,
-) -> list[RemoteFile]:  # the wanted ones, in the order of their paths; raises LeakmelError
-    "Read from the record of a set which files to download."
+def published_files(s: LeakSet) -> list[RemoteFile]:
+    "Read from the record of a set which files to download, in the order of their paths; raises LeakmelError."
     try:
         files = _listed(s)
         found = f"{len(files):,} files" + "".join(f", {f.path}" for f in files[:5])
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as e:  # not the JSON that is known
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:  # other JSON
         files, found = [], f"{type(e).__name__}: {e}"
     wanted = sorted((f for f in files if re.search(s.wanted, f.path.lower())), key=lambda f: f.path)
     if not wanted or len(wanted) > 2_000:
@@ -533,20 +481,17 @@ def published_files(
     return wanted
 
 # %% ../../nbs/sets/fetch.ipynb #4bb3e13a
-def _download(
-    s: LeakSet, file: RemoteFile, target: Path, bar: Progress
-) -> None:  # raises LeakmelError, OSError
-    "Request a file until it is as long as published; a longer one is not read to its end."
+def _download(s: LeakSet, file: RemoteFile, target: Path, bar: Progress) -> None:
+    """Request a file until it is as long as published; a longer one is not read to its end.
+
+    Raises LeakmelError, OSError.
+    """
     from requests import RequestException
 
     before = bar.n_done
     for _ in range(4):
         n_bytes = 0
-        with (
-            suppress(RequestException),  # the answer breaks off
-            _request(s, file.url, stream=True) as answer,
-            target.open("wb") as f,
-        ):
+        with suppress(RequestException), _request(s, file.url, True) as answer, target.open("wb") as f:
             for block in answer.iter_content(1 << 14):
                 n_bytes += f.write(block)
                 bar.update(before + n_bytes)
@@ -577,7 +522,6 @@ def download_files(
     s: LeakSet,
     files: Sequence[RemoteFile],
     folder: Path,  # where complete files stay
-    *,
     accept_unverified: bool = False,  # also files without a published checksum
     progress: str = "auto",  # as for `core.progress.Progress`
 ) -> list[dict[str, Any]]:  # name, bytes, sha256 and published checksum of each file; raises LeakmelError
@@ -585,10 +529,10 @@ def download_files(
     unknown = [f.path for f in files if not f.checksum]
     if unknown and not accept_unverified:
         raise UsageError(
-            f"the record publishes no checksum for {len(unknown):,} of {len(files):,} files, so a download cannot be compared with it",
+            f"the record publishes no checksum for {len(unknown):,} of {len(files):,} files",
             code="checksum-unknown",
             found=", ".join(map(show_path, unknown[:3])),
-            remedy="accept that, and leakmel records the digests of what it gets (--accept-unverified, accept_unverified=True)",
+            remedy="accept that, and their digests are recorded (--accept-unverified, accept_unverified=True)",
         )
     facts, done = [], 0
     with Progress(sum(f.size for f in files), unit="bytes", label=s.name, show=progress) as bar:
@@ -611,24 +555,20 @@ def download_files(
                 sha256 = digest_of_file(target, "sha256")
             done += file.size
             bar.update(done)
-            facts.append(
-                {"name": file.path, "bytes": file.size, "sha256": sha256, "published": file.checksum}
-            )
+            facts.append(_file_facts(file.path, file.size, sha256, file.checksum))
     return facts
 
+
+def _file_facts(name: str, n_bytes: int, sha256: str, published: str) -> dict[str, Any]:
+    "Return what is stored of a file of a record."
+    return {"name": name, "bytes": n_bytes, "sha256": sha256, "published": published}
+
 # %% ../../nbs/sets/fetch.ipynb #c51505f8
-def offer_text(
-    s: LeakSet,
-    source: str = "",  # path of what was downloaded by hand
-) -> str:
-    "Return what the user accepts: what is fetched, under which licence, whom to cite, and how large it is."
-    return "\n".join(
-        [
-            s.title,
-            f"  licence: {s.licence}: use and share it with credit to the authors, and say what you changed",
-            f"  cite: {s.citation}",
-            f"  from: {source}" if source else f"  download: {s.size} from {s.page}",
-        ]
+def offer_text(s: LeakSet, source: str = "") -> str:
+    "Return what the user accepts: what is fetched, or comes from `source`, under which licence, and whom to cite."
+    return (
+        f"{s.title}\n  licence: {s.licence}: use and share it with credit to the authors, and say what you changed\n"
+        f"  cite: {s.citation}\n  {f'from: {source}' if source else f'download: {s.size} from {s.page}'}"
     )
 
 
@@ -699,28 +639,26 @@ class FetchedSet:
     def __repr__(self) -> str:
         f, counts = self.facts, self.facts["counts"]
         labels = ", ".join(f"{name} {n:,}" for name, n in counts.items() if name.isupper())
-        n_unchecked = sum(not file["published"] for file in f["files"])
-        notes = {
-            f"not compared with a published checksum: {n_unchecked:,} files; their digests are in": [SET_FILE]
-            * bool(n_unchecked),
-            "DIFFERENT from the description:": f["differences"],
-            "warning:": f["warnings"],
-            "known fault:": f["known_faults"],
-        }
-        return "\n".join(
-            [
-                f"{show_path(self.path)}{' (complete before)' if self.was_complete else ''}",
-                f"  {counts['recordings']:,} recordings ({labels}) in {counts['groups']:,} groups: {f['group_rule']}",
-                *(f"  {head} {text}" for head, texts in notes.items() for text in texts),
-                "next:",
-                *(f"  {command}" for command in self.commands),
+        lines = [
+            f"{show_path(self.path)}{' (complete before)' if self.was_complete else ''}",
+            f"  {counts['recordings']:,} recordings ({labels}) in {counts['groups']:,} groups: {f['group_rule']}",
+        ]
+        if n := sum(not file["published"] for file in f["files"]):
+            lines += [
+                f"  not compared with a published checksum: {n:,} files; their digests are in {SET_FILE}"
             ]
-        )
+        notes = {
+            "DIFFERENT from the description": "differences",
+            "warning": "warnings",
+            "known fault": "known_faults",
+        }
+        lines += [f"  {head}: {text}" for head, name in notes.items() for text in f[name]]
+        return "\n".join([*lines, "next:", *(f"  {command}" for command in self.commands)])
 
 
 def _facts_of(
     s: LeakSet,
-    files: Sequence[Mapping[str, Any]],
+    files: list[dict[str, Any]],
     source: str,
     recordings: Sequence[Converted],
     unlabelled: Sequence[Converted],
@@ -731,34 +669,24 @@ def _facts_of(
     every, counts = (*recordings, *unlabelled), counts_of(recordings, unlabelled)
     unknown = [r.source for r in unlabelled if r.named.group != BACKGROUND]
     places = sorted({source.rpartition("/")[0] or "." for source in unknown})
-    warning = f"{len(unknown):,} recordings have no label and are not in the table, because the name of their folder is not known: "
+    warning = f"{len(unknown):,} recordings have no label and are not in the table: the name of their folder is not known: "
+    headerless = "headerless 32-bit samples written as WAV files without loss"
+    changes = headerless if s.headerless else "files renamed where names occur twice, samples unchanged"
+    stated = ((name, counts.get(name, 0), n) for name, n in s.stated.items())
     return {
-        "name": s.name,
-        "title": s.title,
-        "doi": s.doi,
-        "licence": s.licence,
-        "citation": s.citation,
-        "changes": "headerless 32-bit samples written as WAV files without loss; table of labels and groups added"
-        if s.headerless
-        else "files renamed where names occur twice, samples unchanged; table of labels and groups added",
+        **{name: getattr(s, name) for name in ("name", "title", "doi", "licence", "citation", "group_rule")},
+        "changes": f"{changes}; table of labels and groups added",
         "leakmel_version": leakmel.__version__,
         "source": source,
-        "files": [dict(f) for f in files],
-        "group_rule": s.group_rule,
+        "files": files,
         "counts": counts,
         "stated": dict(s.stated),
-        "differences": [
-            f"{name}: {counts.get(name, 0):,} found, {n:,} stated"
-            for name, n in s.stated.items()
-            if counts.get(name, 0) != n
-        ],
+        "differences": [f"{name}: {found:,} found, {n:,} stated" for name, found, n in stated if found != n],
         "warnings": [warning + ", ".join(map(repr, places[:5]))] if unknown else [],
         "known_faults": list(s.faults),
         "byte_equal": [[a.path, b.path] for a, b in equal_pairs(recordings)],
         "clipped": [r.path for r in every if r.facts.get("is_clipped")],
-        "unreadable": [
-            {"path": r.path, "problem": r.facts["problem"]} for r in every if "problem" in r.facts
-        ],
+        "unreadable": [{"path": r.path, **r.facts} for r in every if "problem" in r.facts],
     }
 
 
@@ -774,9 +702,8 @@ def _readme(found: FetchedSet) -> str:
         "Different from the description": f["differences"] or ["nothing that is counted"],
         "Next": found.commands,
     }
-    return (
-        "\n\n".join([f["title"], *("\n".join([f"{name}:", *lines]) for name, lines in parts.items())]) + "\n"
-    )
+    texts = ["\n".join([f"{name}:", *lines]) for name, lines in parts.items()]
+    return "\n\n".join([f["title"], *texts]) + "\n"
 
 # %% ../../nbs/sets/fetch.ipynb #6800eb93
 def _existing(target: Path, s: LeakSet) -> FetchedSet | None:
@@ -794,40 +721,11 @@ def _given_files(archives: Iterable[Path]) -> list[dict[str, Any]]:
     "Describe the archives that the user downloaded, by their digests."
     try:
         return [
-            {
-                "name": show_path(p.name),
-                "bytes": p.stat().st_size,
-                "sha256": digest_of_file(p, "sha256"),
-                "published": "",
-            }
+            _file_facts(show_path(p.name), p.stat().st_size, digest_of_file(p, "sha256"), "")
             for p in sorted(archives)
         ]
     except OSError as e:
         raise DataError("the archive cannot be read again", code="cannot-be-read", path=e.filename) from e
-
-
-def _make(
-    s: LeakSet,
-    source: Path,
-    files: list[dict[str, Any]] | None,  # None: the archives of the source that are used
-    origin: str,
-    made: Path,  # new folder
-    target: Path,  # its later name
-    progress: str,
-) -> FetchedSet:
-    "Convert the files of a source, and write what is known of them."
-    members = read_members(
-        source,
-        is_file=lambda parts: s.parse(parts) is not None,
-        is_archive=lambda parts: re.search(s.wanted, "/".join(parts).lower()) is not None,
-        skip_with=SET_FILE,
-    )
-    recordings, unlabelled, archives = convert(s, members, made, progress=progress)
-    facts = _facts_of(s, files or _given_files(archives), origin, recordings, unlabelled)
-    found = FetchedSet(target, s.name, facts)
-    (made / SET_FILE).write_bytes(sealed_json(facts))
-    (made / README).write_text(_readme(found), "utf-8")
-    return found
 
 # %% ../../nbs/sets/fetch.ipynb #e1f7083a
 def fetch(
@@ -848,9 +746,8 @@ def fetch(
     (show or print)(offer_text(s, "" if given is None else show_path(given)))
     require_licence(s, yes)
     if given is not None and not given.exists():
-        raise DataError(
-            "the source does not exist", code="no-such-source", path=given, remedy=missing_remedy(given)
-        )
+        message, remedy = "the source does not exist", missing_remedy(given)
+        raise DataError(message, code="no-such-source", path=given, remedy=remedy)
     if given is not None and given.is_dir() and target.resolve().is_relative_to(given.resolve()):
         raise OutputError(
             "the new folder lies inside the source",
@@ -860,14 +757,22 @@ def fetch(
         )
     downloads = target.with_name(f".{target.name}.fetch") / "downloads"  # they stay after an error
     with new_folder(target) as made:
+        files = list[dict[str, Any]]()
         if given is None:
             remote = published_files(s)
             require_space(target.parent, 4 * sum(f.size for f in remote))  # and for the recordings
-            files = download_files(
-                s, remote, downloads, accept_unverified=accept_unverified, progress=progress
-            )
-            found = _make(s, downloads, files, s.page, made, target, progress)
-        else:
-            found = _make(s, given, None, show_path(given), made, target, progress)
+            files = download_files(s, remote, downloads, accept_unverified, progress)
+        members = read_members(
+            given or downloads,
+            is_file=lambda parts: s.parse(parts) is not None,
+            is_archive=lambda parts: re.search(s.wanted, "/".join(parts).lower()) is not None,
+            skip_with=SET_FILE,
+        )
+        recordings, unlabelled, archives = convert(s, members, made, progress)
+        origin = show_path(given) if given else s.page
+        facts = _facts_of(s, files or _given_files(archives), origin, recordings, unlabelled)
+        found = FetchedSet(target, s.name, facts)
+        (made / SET_FILE).write_bytes(sealed_json(facts))
+        (made / README).write_text(_readme(found), "utf-8")
     shutil.rmtree(downloads.parent, ignore_errors=True)
     return found

@@ -29,7 +29,7 @@ from leakmel.core import errors
 from leakmel.core.files import read_own_json, sealed_json, write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
-from leakmel.core.run_plan import runs_folder, user_path
+from leakmel.core.operation import runs_folder, user_path
 from leakmel.core.store import StorePath, absolute_folder, output_path, store_path, upload_file
 from leakmel.core.timeline import Span, Timeline, merge_lanes
 from leakmel.dataset.file.reader import requested_spec

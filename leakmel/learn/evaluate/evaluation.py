@@ -28,7 +28,7 @@ from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress, wrap_text
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE
-from leakmel.learn.data.groups import LEAKY_SPLIT, Group, recordings_of, shared_values
+from leakmel.learn.data.splits import LEAKY_SPLIT, Group, recordings_of, shared_values
 from leakmel.learn.data.segments import Segments, Task, close_opened, open_sources, source_list
 from leakmel.learn.data.splits import LeakySplitWarning, Split, existing_split
 from leakmel.learn.evaluate import plots

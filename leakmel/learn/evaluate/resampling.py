@@ -26,9 +26,9 @@ from leakmel.core.comparison import text_column
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress
-from leakmel.core.run_plan import RowTable, user_path, write_summary
+from leakmel.core.operation import RowTable, user_path, write_summary
 from leakmel.insight.plots import f32, label_colour, plain_text, styled_figure
-from leakmel.learn.data.groups import Group, group_name, group_values, recordings_of
+from leakmel.learn.data.splits import Group, group_name, group_values, recordings_of
 from leakmel.learn.data.segments import Task
 from leakmel.learn.data.splits import can_be_left_out, label_counts, recordings_table
 from leakmel.learn.evaluate.plots import error_bars, reliability_figure, roc_figure

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from leakmel.core.errors import UsageError, show_path
-from leakmel.learn.data.groups import Group, group_name, group_values, names_by_sensor
+from leakmel.learn.data.splits import Group, group_name, group_values, names_by_sensor
 from leakmel.learn.metrics import metrics
 from leakmel.learn.metrics.metrics import FIGURES
 

@@ -37,9 +37,8 @@ from leakmel.learn.model.detector import Detector, required_spec, to_plain
 from leakmel.learn.model.files import require_kind
 from leakmel.learn.nightly import nights
 from leakmel.learn.nightly.history import History, HistoryEntry, night_of
-from leakmel.learn.predict.predict import detector_of, predict
-from leakmel.learn.predict.readers import RecordingList, find_recordings
-from leakmel.learn.predict.scoring import ScoredRecording
+from leakmel.learn.predict.predict import ScoredRecording, detector_of, predict
+from leakmel.learn.predict.scoring import RecordingList, find_recordings
 from leakmel.mel.engines import open_engine
 
 if TYPE_CHECKING:

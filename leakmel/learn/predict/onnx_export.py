@@ -35,7 +35,7 @@ from leakmel.learn.model.detector import Detector, load_detector, platt, require
 from leakmel.learn.model.files import model_file, require_kind
 from leakmel.learn.model.spectral import SpectralClassifier
 from leakmel.learn.predict.predict import predict
-from leakmel.learn.predict.readers import find_recordings, label_in
+from leakmel.learn.predict.scoring import find_recordings, label_in
 from leakmel.mel.spec import MelSpec, hann_periodic
 
 if TYPE_CHECKING:

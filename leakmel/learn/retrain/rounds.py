@@ -24,10 +24,10 @@ from leakmel.core.comparison import match_texts
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.progress import Progress, announce
-from leakmel.core.run_plan import RowTable, user_path
+from leakmel.core.operation import RowTable, user_path
 from leakmel.learn.data import segments
-from leakmel.learn.data.groups import LEAKY_SPLIT, Group, find_shared, recordings_of
 from leakmel.learn.data.segments import LEFT_OUT, DataSource, Segments, Task
+from leakmel.learn.data.splits import LEAKY_SPLIT, Group, find_shared, recordings_of
 from leakmel.learn.data.splits import LeakySplitWarning, recordings_table
 from leakmel.learn.metrics import metrics, significance
 from leakmel.learn.model import card, cards, files, spectral

@@ -32,14 +32,14 @@ from leakmel.core.comparison import match_texts, text_key
 from leakmel.core.errors import DataError, LeakmelError, MissingPackageError, UsageError, show_path
 from leakmel.core.files import write_errors
 from leakmel.core.parameters import Kinds
-from leakmel.core.run_plan import run_folder, user_path
+from leakmel.core.operation import run_folder, user_path
 from leakmel.dataset.run.pipeline import find_data
 from leakmel.insight.explore import shows_controls
 from leakmel.insight.page_figures import filled, playback, player_html, spectrogram_svg
 from leakmel.learn.embed import embed
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.predict.predict import predict
-from leakmel.learn.predict.readers import find_recordings
+from leakmel.learn.predict.scoring import find_recordings
 from leakmel.mel.spec import MelSpec
 
 # %% ../../../nbs/learn/review/review.ipynb #e4c8f3bf
@@ -288,7 +288,7 @@ QUEUES = {
     "level": "suspicious level or silence",
     "disagreements": "people disagree",
 }
-_NOBODY = CurrentLabels({}, {}, {}, (), ())
+_NOBODY = CurrentLabels({}, {}, {}, ())
 
 
 @dataclass(frozen=True, eq=False)

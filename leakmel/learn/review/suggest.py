@@ -26,8 +26,7 @@ from leakmel.core.files import write_whole
 from leakmel.learn.embed.embed import embed_recordings, listed, open_embedder
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.learn.model.files import model_file
-from leakmel.learn.predict.predict import predict
-from leakmel.learn.predict.scoring import ScoredRecording, ScoredRecordings, each_once
+from leakmel.learn.predict.predict import ScoredRecording, ScoredRecordings, each_once, predict
 from leakmel.mel.spec import MelSpec
 
 # %% ../../../nbs/learn/review/suggest.ipynb #sa000005

@@ -26,7 +26,7 @@ from leakmel.core.errors import show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.parameters import answer_unknown, field_kinds
 from leakmel.core.progress import Progress, announce
-from leakmel.core.run_plan import RowTable, user_path
+from leakmel.core.operation import RowTable, user_path
 from leakmel.insight.page_figures import Section, write_report
 from leakmel.insight.plots import f32, plain_text, seconds_text, styled_figure
 from leakmel.learn.data.splits import LeakySplitWarning, Split

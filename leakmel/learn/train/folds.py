@@ -29,7 +29,7 @@ from leakmel.core.files import read_own, sealed, write_whole
 from leakmel.core.monitor import free_memory, usable_cores
 from leakmel.core.progress import Progress
 from leakmel.core.threads import safe_module_path
-from leakmel.learn.data.groups import Group, divide_groups, join_groups, recordings_of
+from leakmel.learn.data.splits import Group, divide_groups, join_groups, recordings_of
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import label_counts
 from leakmel.learn.metrics import significance as stats

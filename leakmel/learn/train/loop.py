@@ -26,40 +26,16 @@ from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import Monitor
 from leakmel.core.progress import announce
 from leakmel.core.operation import RowTable, user_path, write_summary
-from leakmel.learn.data.groups import Group
 from leakmel.learn.data.segments import BINARY, LEFT_OUT
-from leakmel.learn.data.splits import Split, recordings_table
+from leakmel.learn.data.splits import Group, Split, recordings_table
 from leakmel.learn.model.card import evaluation_result, evaluation_text, steps_of
 from leakmel.learn.model.cards import is_card, update_card
 from leakmel.learn.model.detector import Detector, load_detector
-from leakmel.learn.model.files import (
-    CheckpointWarning,
-    latest_checkpoint,
-    list_checkpoints,
-    pick_device,
-    remove_file,
-    require_kind,
-    save_checkpoint,
-)
+from leakmel.learn.model import files
 from leakmel.learn.model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
 from leakmel.learn.train.folds import Choice, FoldTrainer, blend_of, choose_kind, joined_groups, with_decision
-from leakmel.learn.train.state import (
-    EpochFigures,
-    Sources,
-    TrainingData,
-    TrainingDisplay,
-    TrainingState,
-    data_record,
-    detector_of,
-    differences,
-    end_epoch,
-    history_table,
-    open_training,
-    restore_checkpoint,
-    to_checkpoint,
-    training_identity,
-    write_history,
-)
+from leakmel.learn.train import state as states
+from leakmel.learn.train.state import EpochFigures, Sources, TrainingData, TrainingDisplay, TrainingState
 from leakmel.learn.train.step import loader_advice
 
 _LOG = logging.getLogger("leakmel")
@@ -70,7 +46,7 @@ class TrainingRun:
     "A training in its folder."
 
     state: TrainingState
-    out: Path
+    out: Path  # folder
     keep: CheckpointSettings
     began: float = field(default_factory=time.perf_counter)
     saved: float = field(default_factory=time.perf_counter)  # when the last checkpoint was written
@@ -91,26 +67,18 @@ class TrainingRun:
         state = self.state
         if state.best is not None and state.best.epoch != self.kept_best:
             self.folder.mkdir(parents=True, exist_ok=True)
-            detector_of(state, best=True).save(self.folder / "best.pt", sync=self.keep.fsync)
+            states.detector_of(state, best=True).save(self.folder / "best.pt", sync=self.keep.fsync)
             self.kept_best = state.best.epoch
-        save_checkpoint(
-            self.folder,
-            to_checkpoint(state, self.seconds),
-            state.stepper.n_done,
-            keep=self.keep.keep_checkpoints,
-            sync=self.keep.fsync,
-        )
+        values, kept = states.to_checkpoint(state, self.seconds), self.keep.keep_checkpoints
+        files.save_checkpoint(self.folder, values, state.stepper.n_done, keep=kept, sync=self.keep.fsync)
         if state.epochs:
-            write_history(self.out / "history.csv", state.epochs)
+            states.write_history(self.out / "history.csv", state.epochs)
         self.saved = time.perf_counter()
 
 # %% ../../../nbs/learn/train/loop.ipynb #3def1bb8
 @contextmanager
-def folder_lock(
-    out: Path,  # folder, made where it does not exist
-    who: str = "training",  # name of the other process, for the message
-) -> Iterator[None]:  # raises OutputError if another process trains in this folder
-    "Hold the exclusive right to write a model into a folder."
+def folder_lock(out: Path, who: str = "training") -> Iterator[None]:
+    "Hold the exclusive right to write a model into a folder, which is made; `who` names the other process in an error."
     if out.exists() and not out.is_dir():
         raise OutputError("this is a file, but a folder is needed", code="not-a-folder", path=out)
     with ExitStack() as stack:
@@ -139,13 +107,9 @@ _RESULT_FILES: dict[str, Callable[[BinaryIO], bool]] = {
 }
 
 # %% ../../../nbs/learn/train/loop.ipynb #6ec3212b
-def same_training(
-    out: Path,  # folder of the training
-    data: TrainingData,
-    settings: TrainSettings,
-) -> dict[str, Any] | None:  # of `to_checkpoint`; None: there is none; raises UsageError, DataError
-    "Read the newest checkpoint, and refuse that of another training."
-    found = latest_checkpoint(out / "checkpoints")
+def same_training(out: Path, data: TrainingData, settings: TrainSettings) -> dict[str, Any] | None:
+    "Read the newest checkpoint in a folder, if there is one, and refuse that of another training."
+    found = files.latest_checkpoint(out / "checkpoints")
     if found is None:
         return None
     checkpoint, values = found
@@ -158,7 +122,7 @@ def same_training(
             path=checkpoint.path,
             remedy="start over with resume='never'",
         ) from e
-    if changes := differences(then, training_identity(data, settings)):
+    if changes := states.differences(then, states.training_identity(data, settings)):
         was = "finished" if values.get("is_over") is True else "interrupted"
         raise UsageError(
             f"the folder holds another training, which was {was}",
@@ -173,32 +137,29 @@ def same_training(
 def _remove_network(out: Path) -> None:
     "Remove the checkpoints of another training, and what was written with them."
     folder = out / "checkpoints"
-    for old in (*(c.path for c in list_checkpoints(folder)), folder / "best.pt", out / "history.csv"):
-        remove_file(old)
+    for old in (*(c.path for c in files.list_checkpoints(folder)), folder / "best.pt", out / "history.csv"):
+        files.remove_file(old)
 
 
-def begin_training(
-    run: TrainingRun,
-    resume: str,  # "auto", "always": resume where there is a checkpoint; "never": start over
-) -> str:  # a sentence on where it begins; raises UsageError, DataError
-    "Resume an interrupted training, or begin a new one."
+def begin_training(run: TrainingRun, resume: str) -> str:
+    """Resume an interrupted training, or begin a new one (resume "never", or where there is no checkpoint).
+
+    Returns a sentence on where it begins; raises UsageError, DataError.
+    """
     state = run.state
     values = None if resume == "never" else same_training(run.out, state.data, state.settings)
     if values is None:
         _remove_network(run.out)
         return f"Starts with epoch 1 of {state.settings.epochs}, {len(state.loader):,} batches each."
-    restore_checkpoint(state, values)
+    states.restore_checkpoint(state, values)
     if state.is_over:
         return f"The training was already finished after {len(state.epochs)} epochs: nothing to do."
     return f"Resumes after step {state.stepper.n_done:,}, in epoch {len(state.epochs) + 1} of {state.settings.epochs}."
 
 
-def resume_hint(
-    run: TrainingRun,
-    resume: str,  # as given to `begin_training`
-) -> str:
-    "Return a hint on how to resume the training after an interruption."
-    n = list_checkpoints(run.folder)
+def resume_hint(run: TrainingRun, resume: str) -> str:
+    "Return a hint on how to resume the training after an interruption; `resume` as for `begin_training`."
+    n = files.list_checkpoints(run.folder)
     if not n:
         return "no checkpoint was written yet: the same command starts again"
     same = "the same command" + (" without resume='never'" if resume == "never" else "")
@@ -251,13 +212,13 @@ class DeferredSignals:
             raise
 
 # %% ../../../nbs/learn/train/loop.ipynb #a83e8f9f
+AfterEpoch = Callable[[EpochFigures], object] | None
+
+
 def train_epochs(
-    run: TrainingRun,
-    watch: TrainingDisplay,
-    stop: DeferredSignals,
-    after_epoch: Callable[[EpochFigures], object] | None = None,
-) -> None:  # raises what a signal raises, after a checkpoint
-    "Train epochs until none is left or the validation loss no longer falls."
+    run: TrainingRun, watch: TrainingDisplay, stop: DeferredSignals, after_epoch: AfterEpoch = None
+) -> None:
+    "Train until no epoch is left or the validation loss no longer falls; raises what a signal raises, after a checkpoint."
     state = run.state
     keep = run.keep
 
@@ -280,7 +241,7 @@ def train_epochs(
                 by_time = keep.checkpoint_s and time.perf_counter() - run.saved >= keep.checkpoint_s
                 between(bool(by_step or by_time))
         times = state.timer.times()
-        figures = end_epoch(state, times, evaluated)
+        figures = states.end_epoch(state, times, evaluated)
         watch.epoch(figures, loader_advice(times))
         between(is_due=True)
         if after_epoch is not None:
@@ -301,7 +262,7 @@ class TrainResult(RowTable):
     @property
     def history(self) -> pd.DataFrame:
         "Return the epochs as a table."
-        return history_table(self.epochs)
+        return states.history_table(self.epochs)
 
     @property
     def next_steps(self) -> list[str]:
@@ -333,13 +294,12 @@ class TrainResult(RowTable):
         if not choice:
             return []
         groups = f"{choice['folds']} folds" if choice["folds"] > 1 else "A fifth held out"
-        tried = [
-            f"{t['kind']}: AUC {t['auc']:.3f} (standard error {t['error']:.3f}), "
-            f"balanced accuracy {t['balanced_accuracy']:.3f}, {t['seconds']:.1f} s"
-            for t in choice["tried"]
-        ]
-        first = f"{choice['reason']} {groups} of {choice['recordings']:,} recordings, by {choice['by']}:"
-        return [("", text) for text in (first, *tried)]
+        texts = [f"{choice['reason']} {groups} of {choice['recordings']:,} recordings, by {choice['by']}:"]
+        for t in choice["tried"]:
+            auc = f"AUC {t['auc']:.3f} (standard error {t['error']:.3f})"
+            accuracy = f"balanced accuracy {t['balanced_accuracy']:.3f}"
+            texts.append(f"{t['kind']}: {auc}, {accuracy}, {t['seconds']:.1f} s")
+        return [("", text) for text in texts]
 
     def _epoch_rows(self) -> list[tuple[str, str]]:
         "Return the rows on epochs."
@@ -349,10 +309,11 @@ class TrainResult(RowTable):
         best = self.epochs[self.best_epoch - 1]
         f1 = "not known: there was no validation, so the last epoch was kept"
         if not math.isnan(best.f1):
-            n = s["validation"]["recordings"]
-            f1 = f"{best.f1:.4f} of {n:,} recordings of validation, which chose epoch and threshold (AUC {best.auc:.4f})"
-        of = f"{s['settings']['epochs']}{', stopped early' if s['stopped_early'] else ''}"
-        return [("epochs", f"{len(self.epochs)} of {of}; the best is {self.best_epoch}"), ("F1", f1)]
+            of = f"{s['validation']['recordings']:,} recordings of validation"
+            f1 = f"{best.f1:.4f} of {of}, which chose epoch and threshold (AUC {best.auc:.4f})"
+        early = ", stopped early" if s["stopped_early"] else ""
+        done = f"{len(self.epochs)} of {s['settings']['epochs']}{early}; the best is {self.best_epoch}"
+        return [("epochs", done), ("F1", f1)]
 
 # %% ../../../nbs/learn/train/loop.ipynb #78e2e85c
 def finish_training(
@@ -361,20 +322,19 @@ def finish_training(
     choice: Choice | None = None,  # of the kind; None: a network was asked for
     trainer: FoldTrainer | None = None,  # of the training recordings
 ) -> TrainResult:
-    "Write the model and its summary."
+    "Write the model of a network, and its summary."
     state = run.state
     if state.best_figures is None:
         raise DataError("the training has no finished epoch", code="nothing-learned", path=run.out)
-    detector = detector_of(state, best=True)
+    detector = states.detector_of(state, best=True)
     if choice is not None and trainer is not None and choice.kind == "blend":
         spectral = trainer.fit("spectral", np.arange(len(trainer.ds.rows)))
         detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
     chooser = None if choice is None else trainer
     detector = with_decision(detector, state.data, state.settings, choice, chooser, str(state.stepper.device))
-    if choice is None and trainer is not None and not trainer.has_folds:
-        # no cross-validation is advised
+    if choice is None and trainer is not None and not trainer.has_folds:  # no cross-validation is advised
         detector = replace(detector, record=detector.record | {"choice": None})
-    write_history(run.out / "history.csv", state.epochs)
+    states.write_history(run.out / "history.csv", state.epochs)
     return _write_result(run.out, detector, state.data, run.seconds, start_text, state)
 
 
@@ -406,20 +366,6 @@ def _write_result(
     "Write the model and the summary."
     path = detector.save(out / "model.pt")
     update_card(detector, path)
-    result = _result_of(path, detector, data, seconds, begin, state)
-    write_summary(out, result.summary)
-    return result
-
-
-def _result_of(
-    path: Path,
-    detector: Detector,
-    data: TrainingData,
-    seconds: float,
-    begin: str,
-    state: TrainingState | None = None,
-) -> TrainResult:
-    "Return the result of a training whose model is written."
     epochs = () if state is None else tuple(state.epochs)
     best = None if state is None else state.best_figures
     summary = detector.record | {
@@ -442,6 +388,7 @@ def _result_of(
         "micro_batch": 0 if state is None else state.stepper.portions.most,
         "n_ran_out": 0 if state is None else state.stepper.portions.n_ran_out,
     }
+    write_summary(out, summary)
     return TrainResult(detector, path, epochs, 0 if best is None else best.epoch, summary, seconds)
 
 # %% ../../../nbs/learn/train/loop.ipynb #kind0001
@@ -450,26 +397,19 @@ def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, fold
     table = recordings_table(data.training.sources, progress="none").iloc[data.training.rows]
     group: Group = "sensor" if "path" in table else list(range(len(table)))
     if data.split is not None and data.split.groups is not None:
-        group = data.split.groups[
-            data.training.rows
-        ]  # what the split keeps together, cross-validation does too
+        group = data.split.groups[data.training.rows]  # what it keeps together, cross-validation does too
     groups = joined_groups(table.reset_index(drop=True), group)
     return FoldTrainer(data, settings, groups, device, folder / "cross-validation")
 
 
-def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, show: str) -> Choice | None:
-    "Choose the kind by cross-validation; None: it is not possible, and a spectral detector is fitted without."
-    choice = choose_kind(trainer, detector=settings.detector, seed=settings.seed, progress=show)
-    if choice is None:
-        _LOG.warning(
-            "cross-validation is not possible: a label would be missing in training. "
-            "A spectral detector is fitted on all recordings, with the threshold of validation or 0.5"
-        )
-    return choice
+NO_FOLDS = (
+    "cross-validation is not possible: a label would be missing in training. A spectral detector is fitted on all "
+    "recordings, with the threshold of validation or 0.5"
+)
 
 
 def _identity_digest(data: TrainingData, settings: TrainSettings) -> str:
-    return digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode())
+    return digest_of(json.dumps(states.training_identity(data, settings), sort_keys=True).encode())
 
 
 def _train_spectral(
@@ -479,12 +419,11 @@ def _train_spectral(
     began = time.perf_counter()
     _remove_network(out)
     fitted = trainer.fit("spectral", np.arange(len(trainer.ds.rows)))
-    record = data_record(data, settings) | {
+    record = states.data_record(data, settings) | {
         "device": "cpu",
         "identity": _identity_digest(data, settings),
-        "epochs": 0,
-        "best_epoch": 0,
     }
+    record |= {"epochs": 0, "best_epoch": 0}
     fitted = replace(fitted, record=record, provenance=data.provenance)
     detector = with_decision(fitted, data, settings, choice, trainer, trainer.device)
     seconds = time.perf_counter() - began
@@ -494,17 +433,14 @@ def _train_spectral(
     return _write_result(out, detector, data, seconds, "Fitted.")
 
 
-def _finished_result(
-    out: Path, resume: str, data: TrainingData, settings: TrainSettings
-) -> TrainResult | None:
-    "Return the result of the same training, if a spectral detector ended it; refuse to replace another model, and to resume nothing."
-    if resume == "never" or list_checkpoints(out / "checkpoints"):
+def _finished(out: Path, resume: str, data: TrainingData, settings: TrainSettings) -> TrainResult | None:
+    "Return the result of a finished spectral detector; refuse to replace another model, and to resume nothing."
+    if resume == "never" or files.list_checkpoints(out / "checkpoints"):
         return None
     if (out / "model.pt").is_file():
         detector = load_detector(out / "model.pt")
         if detector.record.get("identity") == _identity_digest(data, settings):
-            seconds = detector.record.get("seconds", 0.0)  # 0: of a model of an earlier version
-            return _result_of(out / "model.pt", detector, data, seconds, "Fitted.")
+            return _write_result(out, detector, data, detector.record["seconds"], "Fitted.")
         if resume == "auto":
             raise UsageError(
                 "the folder holds a model of another training",
@@ -531,7 +467,7 @@ def train_network(
     choice: Choice | None = None,  # of the kind; None: a network was asked for
     trainer: FoldTrainer | None = None,  # of the training recordings
     show: str = "auto",  # as for Progress
-    after_epoch: Callable[[EpochFigures], object] | None = None,  # as for `train`
+    after_epoch: AfterEpoch = None,  # as for `train`
 ) -> TrainResult:
     "Train a network, and write its files."
     data = run.state.data
@@ -548,16 +484,16 @@ def train_network(
 
 def train(
     training: Sources,  # training data set, or several; with `split` all data sets that the split divides
-    validation: Sources
-    | None = None,  # data set that selects the best epoch and the threshold; None: the last epoch, threshold from cross-validation
+    # data set that selects the best epoch and the threshold; None: the last epoch, threshold from cross-validation
+    validation: Sources | None = None,
     *,
     out: str | os.PathLike,  # folder of the model, its history and its checkpoints
     leak_label: str = "LEAK",  # whole name of the leak label, ignoring case
     kind: Literal["multiclass", "binary"] = "multiclass",  # binary: all labels but the leak are one class
     leave_out: Sequence[str] = (),  # labels whose recordings are excluded from training and evaluation
     settings: TrainSettings | None = None,  # None: the defaults
-    split: Split
-    | None = None,  # result of `group_split` with parts "training" and "validation", in place of `validation`
+    # result of `group_split` with parts "training" and "validation", in place of `validation`
+    split: Split | None = None,
     allow_leaky_split: bool = False,  # no warning of recordings in more than one split; the model keeps the note
     legacy: bool = False,  # files of the earlier system: usable for training and evaluation, but not for predicting from recordings
     labels: LabelTable | None = None,  # labels by people (labels.csv), which replace those of the data sets
@@ -565,22 +501,20 @@ def train(
     device: str = "auto",  # "auto", "cpu", "cuda", "cuda:1"
     checkpoints: CheckpointSettings | None = None,  # None: after each epoch
     progress: bool | str = True,  # True, False, or "auto", "notebook", "terminal", "log", "none"
-    after_epoch: Callable[[EpochFigures], object]
-    | None = None,  # called with each epoch after its checkpoint; an exception ends the training
+    # called with each epoch after its checkpoint; an exception ends the training
+    after_epoch: AfterEpoch = None,
 ) -> TrainResult:  # raises UsageError, DataError, OutputError
     "Train a leak detector; an interrupted training is resumed, step by step as if it had not been interrupted."
     if resume not in RESUME:
+        expected = ", ".join(RESUME)
         raise UsageError(
-            "resume has an unknown value",
-            code="unknown-choice",
-            found=repr(resume),
-            expected=", ".join(RESUME),
+            "resume has an unknown value", code="unknown-choice", found=repr(resume), expected=expected
         )
     settings = settings or TrainSettings()
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = user_path(out)
-    on = pick_device(device)
-    opened = open_training(
+    on = files.pick_device(device)
+    opened = states.open_training(
         training,
         validation,
         settings=replace(settings, preload_to_ram=False),  # only a network reads the items more than once
@@ -595,26 +529,29 @@ def train(
     )
     with opened as data, folder_lock(folder):
         for name, is_one in _RESULT_FILES.items():
-            require_kind(folder / name, "result of a training", is_one)
+            files.require_kind(folder / name, "result of a training", is_one)
         lengths = with_length(settings, len(data.training))
         if resume == "never":
             for old in (folder / "cross-validation").glob("*.npy"):
-                remove_file(old)
+                files.remove_file(old)
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", CheckpointWarning)  # the training reads it again, and warns
+                warnings.simplefilter(
+                    "ignore", files.CheckpointWarning
+                )  # the training reads it again, and warns
                 same_training(folder, data, lengths)  # before anything is computed
-        if (done := _finished_result(folder, resume, data, lengths)) is not None:
+        if (done := _finished(folder, resume, data, lengths)) is not None:
             return done
         trainer = _fold_trainer(data, settings, on, folder)
         choice = None
         if settings.detector != "cnn":
-            choice = _chosen_kind(trainer, settings, show)
+            choice = choose_kind(trainer, detector=settings.detector, seed=settings.seed, progress=show)
+            if choice is None:
+                _LOG.warning(NO_FOLDS)
             if choice is None or choice.kind == "spectral":
                 return _train_spectral(data, lengths, trainer, choice, folder)
-        for part in (data.training, data.validation):
-            if part is not None:
-                part.preload(settings.preload_to_ram, show)
+        for part in data.parts.values():
+            part.preload(settings.preload_to_ram, show)
         state = TrainingState(data, lengths, on, show=show)
         run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
         return train_network(run, resume, choice, trainer, show, after_epoch)
