@@ -446,10 +446,8 @@ def cautions(truth: np.ndarray, groups: Groups) -> tuple[str, ...]:  # truth: [B
     if n_all < MIN_GROUPS:
         only = f"{'only ' * (n_all > 1)}{groups.counted(n_all)}"
         found.append(f"All recordings come from {only}, {nothing} about others.")
-    shares = np.bincount(code, weights=truth, minlength=n_all) / np.bincount(
-        code, minlength=n_all
-    )  # of leaks
-    if n_all < len(truth) and truth.any() and not truth.all() and np.isin(shares, (0, 1)).all():
+    leak_shares = np.bincount(code, weights=truth, minlength=n_all) / np.bincount(code, minlength=n_all)
+    if n_all < len(truth) and truth.any() and not truth.all() and np.isin(leak_shares, (0, 1)).all():
         weak.append(
             f"Each of {groups.counted(n_all)} has one label only: a detector can separate the labels by recognising the groups, without detecting leaks."
         )
@@ -462,18 +460,16 @@ def permute_group_labels(
 ) -> np.ndarray:  # [B] bool
     "Permute the shares of leaks between groups, and draw which recordings are leaks; no class is lost."
     code, size = groups.code, np.bincount(groups.code, minlength=len(groups))
-    wanted = (
-        rng.permutation(np.bincount(code, weights=truth, minlength=len(groups)) / size) * size
-    )  # [G] leaks, in parts of one too
+    # [G] leaks, in parts of one too
+    wanted = rng.permutation(np.bincount(code, weights=truth, minlength=len(groups)) / size) * size
     leaks = np.floor(wanted + rng.random(len(groups)))
     if not leaks.any():
         leaks[rng.choice(len(groups), p=wanted / wanted.sum())] = 1
     if leaks.sum() >= len(truth):
         leaks[rng.choice(len(groups), p=(size - wanted) / (size - wanted).sum())] -= 1
     place, order = np.empty(len(truth), np.int64), np.lexsort((rng.random(len(truth)), code))
-    place[order] = np.arange(len(truth)) - np.repeat(
-        np.cumsum(size) - size, size
-    )  # of each recording within its group
+    # of each recording within its group
+    place[order] = np.arange(len(truth)) - np.repeat(np.cumsum(size) - size, size)
     return place < leaks[code]
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #bd6ad6d9
@@ -626,9 +622,8 @@ def new_group_answer(
     found |= dict.fromkeys(("auc", "low", "high", "fall"))
     if not enough:
         return found
-    boot = boots[
-        enough[-1]
-    ]  # of the hardest grouping: the same draws for both, as their difference is paired
+    # of the hardest grouping: the same draws for both, as their difference is paired
+    boot = boots[enough[-1]]
     easy, hard = (
         score_model(boot, score, name=name, title=group_noun(name))
         for name, _, score in (tested[enough[0]], tested[enough[-1]])
