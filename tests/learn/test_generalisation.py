@@ -13,16 +13,16 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
-from leakmel.learn.evaluate.resampling import (
-    CURVES,
-    Generalisation,
+from leakmel.learn.evaluate.resampling import Generalisation, find_grouping
+from leakmel.learn.metrics.significance import (
+    Bootstrap,
+    Groups,
     describe_gain,
-    find_grouping,
+    differences,
     new_group_answer,
-    smaller_part,
+    score_model,
 )
-from leakmel.learn.metrics.significance import Bootstrap, Groups, differences, score_model
-from leakmel.learn.train.folds import FoldTrainer
+from leakmel.learn.train.folds import CURVES, FoldTrainer, smaller_part
 
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning"),  # of splits of a few sensors

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #f4abaf69
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from leakmel.dataset.file.reader import read_rows
 from leakmel.insight import plots as style
 from leakmel.insight.plots import f32, label_colour, plain_text, styled_figure
 from leakmel.learn.data.segments import Segments
-from leakmel.learn.metrics.significance import Groups, ScoredModel, Verdict
+from leakmel.learn.metrics.significance import Groups, Interval, ScoredModel, Verdict
 from leakmel.learn.metrics.metrics import Reliability, roc
 from leakmel.mel.spec import MelSpec
 
@@ -120,6 +120,35 @@ def roc_figure(
         yaxis=dict(title=dict(text="sensitivity (share of leaks)"), range=[-0.01, 1.02], tickformat=".0%"),
         legend=dict(orientation="v", bgcolor="rgba(128,128,128,0.08)", **place),
     )
+
+
+def auc_figure(
+    points: "pd.DataFrame",  # line, x, auc, its interval auc_low and auc_high, text; the first line is the detector
+    title: str,
+    note: str,
+    xaxis: Mapping[str, Any],
+) -> "go.Figure":
+    "Draw lines of AUC with their intervals as bars; a figure without an interval has no bar."
+    traces = []
+    for k, (name, own) in enumerate(points.groupby("line", sort=False)):
+        colour = label_colour(k)
+        ends = (own["auc_low"], own["auc_high"])
+        traces.append(
+            dict(
+                type="scatter",
+                name=name,
+                x=f32(own["x"]),
+                y=f32(own["auc"]),
+                mode="lines+markers",
+                line=dict(color=colour, width=1.4 if k else 2.6, dash="dot" if k else "solid"),
+                marker=dict(color=colour, size=6 if k else 9),
+                error_y=error_bars(own["auc"], *ends, colour),
+                customdata=[f"{text}{Interval(*i)}" for text, *i in zip(own["text"], *ends)],
+                hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
+            )
+        )
+    fig = styled_figure(traces, title, note, height=460, xaxis=xaxis, yaxis=dict(title=dict(text="AUC")))
+    return fig.update_layout(margin=dict(b=44))
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #3e9619ec
 def confusion_figure(model: ScoredModel, leak_label: str = "leak", *, stamp: str = "") -> "go.Figure":

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #b2ff1feb
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -377,8 +377,8 @@ def cross_calibrated(scores: HeldOutScores, n_folds: int = 5) -> np.ndarray:  # 
     if (k := min(n_folds, len(np.unique(scores.group)))) < 2:
         return found
     for fitted, held_out in GroupKFold(k).split(scores.score, groups=scores.group):
-        some = HeldOutScores(
-            scores.score[fitted], scores.truth[fitted], scores.group[fitted], scores.by, scores.method
+        some = replace(
+            scores, score=scores.score[fitted], truth=scores.truth[fitted], group=scores.group[fitted]
         )
         if (calibration := fit_calibration(some)) is not None:
             found[held_out] = calibration.probability(scores.score[held_out])
