@@ -187,7 +187,7 @@ def read_visits(file: Path) -> dict[str, str]:
                 code="invalid-visits",
                 path=file,
                 found=repr(row["night"][:80]),
-                expected="YYYY-MM-DD, or D.M.YYYY; 11/9/2025 is another day in another country",
+                remedy="write the nights like 2025-11-09 or 9.11.2025; 11/9/2025 is another day in another country",
             ) from e
         sensor = text_key(row["sensor"])
         visits[sensor] = max(night, visits.get(sensor, ""))
