@@ -683,8 +683,7 @@ def nightly(
                 "the history was made with another model, and scores of two models cannot be compared",
                 code="other-model",
                 path=history.path,
-                found=f"{named} ({digest})",
-                expected=known,
+                found=f"{named} ({digest}), not {known}",
                 remedy="use that model, or a new state folder: recordings that are still in the folder are then scored again",
             )
         pattern = history.meta("pattern") or ""  # of the names, guessed by the first run
