@@ -120,21 +120,12 @@ def _row_digest(row: tuple) -> int:  # 128 bits
     return xxhash.xxh3_128_intdigest(ascii(row).encode())
 
 
-_ERRORS: tuple[tuple[tuple[str, ...], type[OutputError | SpaceError], str, str], ...] = (  # by name of SQLite
-    (
-        ("SQLITE_BUSY", "SQLITE_LOCKED"),
-        OutputError,
-        "output-locked",
-        "another program uses the history; wait until it ends, and run the command again",
-    ),
-    (("SQLITE_FULL",), SpaceError, "no-space", "there is no room left for the history"),
-    (
-        ("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM"),
-        OutputError,
-        "write-failed",
-        "the history cannot be written",
-    ),
-)
+# names of errors in SQLite, without SQLITE_ at their begin, code and message
+_ERRORS = {
+    "BUSY LOCKED": ("output-locked", "another program uses the history: run the command again later"),
+    "FULL": ("no-space", "there is no room left for the history"),
+    "IOERR READONLY CANTOPEN PERM": ("write-failed", "the history cannot be written"),
+}
 
 
 class History:
@@ -175,8 +166,9 @@ class History:
             yield
         except (sqlite3.Error, UnicodeDecodeError, OverflowError) as e:
             name = getattr(e, "sqlite_errorname", "")
-            for begins, kind, code, message in _ERRORS:
-                if name.startswith(begins):
+            for begins, (code, message) in _ERRORS.items():
+                if name.removeprefix("SQLITE_").startswith(tuple(begins.split())):
+                    kind = SpaceError if code == "no-space" else OutputError
                     raise kind(message, code=code, path=self.path, found=name) from e
             raise _refused(self.path, f"the file is damaged ({e})") from e
 
@@ -268,9 +260,8 @@ class History:
 
     def meta(self, name: str) -> str | None:
         "Return a stored value."
-        return next(
-            (value for (value,) in self.query("SELECT value FROM meta WHERE name = ?", (name,))), None
-        )
+        found = self.query("SELECT value FROM meta WHERE name = ?", (name,))
+        return found[0][0] if found else None
 
     def set_meta(self, name: str, value: str) -> None:
         "Store a value."
@@ -347,23 +338,12 @@ def export_history(
 ) -> ExportResult:  # raises UsageError, DataError, OutputError, SpaceError, MissingPackageError
     "Export the history of nightly runs as Parquet: recordings, nights and visits."
     if to != "parquet":
-        raise UsageError(
-            "this is the history of nightly runs, which is exported as Parquet tables; other formats are for data sets",
-            code="unknown-choice",
-            path=state,
-            found=repr(to),
-            expected="parquet",
-            remedy="leave the format out; the package datasets reads the tables, too: load_dataset('parquet', data_files=...)",
-        )
+        message = "this is the history of nightly runs, which is exported as Parquet tables; other formats are for data sets"
+        raise UsageError(message, code="unknown-choice", path=state, found=repr(to), expected="parquet")
     require_package("pyarrow")
     if not is_state_folder(state):
-        raise DataError(
-            "there is no history of nightly runs",
-            code="no-such-file",
-            path=state,
-            expected=HISTORY_FILE,
-            remedy=missing_remedy(state, "give the state folder of leakmel nightly"),
-        )
+        message, remedy = "there is no history of nightly runs", "give the state folder of leakmel nightly"
+        raise DataError(message, code="no-such-file", path=state, remedy=missing_remedy(state, remedy))
     target, began = output_path(out), time.perf_counter()
     given = Path(state)
     with History(given.parent if given.name == HISTORY_FILE else given) as history:

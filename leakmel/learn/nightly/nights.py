@@ -187,7 +187,7 @@ def read_visits(file: Path) -> dict[str, str]:
                 code="invalid-visits",
                 path=file,
                 found=repr(row["night"][:80]),
-                expected="YYYY-MM-DD, or D.M.YYYY; 11/9/2025 is another day in another country",
+                remedy="write the nights like 2025-11-09 or 9.11.2025; 11/9/2025 is another day in another country",
             ) from e
         sensor = text_key(row["sensor"])
         visits[sensor] = max(night, visits.get(sensor, ""))
@@ -486,13 +486,8 @@ def reference_of_data_set(path: str | os.PathLike, detector: Detector) -> Refere
     with Segments(path, level="recording", with_labels=False, preload_to_ram=False) as recordings:
         (ds,) = recordings.sources
         if wrong := spec_differences(required_spec(detector), ds.spec):
-            raise DataError(
-                "the features of the reference are not those of the model",
-                code="features-differ",
-                path=path,
-                found=", ".join(wrong),
-                remedy="give the training set of the model, or a data set with its features",
-            )
+            message = "the features of the reference are not those of the model, as in its training set"
+            raise DataError(message, code="features-differ", path=path, found=", ".join(wrong))
         usable = np.flatnonzero(~ds.files["silent"].to_numpy(bool)[recordings.rows])
         chosen = usable[np.unique(np.linspace(0, len(usable) - 1, min(len(usable), 2000)).astype(int))]
         if len(chosen) < MIN_RECORDINGS:
