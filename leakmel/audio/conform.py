@@ -24,7 +24,7 @@ FULL_SCALE = 32_767  # of 16-bit samples
 
 
 def full_scale(encoding: str) -> float:
-    "Return the largest positive value of an encoding of `read_wav` as a float sample, at most that of 16 bits."
+    "Return the largest positive value of an encoding as a float sample, at most that of 16 bits."
     bits = int(encoding[3:]) if encoding.startswith("pcm") and encoding[3:].isdigit() else 16
     coded = {"alaw": 32_256 / 32_768, "ulaw": 32_124 / 32_768}
     return coded.get(encoding, 1 - 2.0 ** (1 - min(16, max(2, bits))))
@@ -99,8 +99,7 @@ def has_stalled(samples: np.ndarray, sample_rate: int) -> bool:
     probes = samples[:: least // 2]
     for channel in np.flatnonzero((probes[1:] == probes[:-1]).any(axis=0)).tolist():
         x = samples[:, channel]
-        changes = np.flatnonzero(x[1:] != x[:-1])
-        if np.diff(changes, prepend=-1, append=len(x) - 1).max() < least:
+        if np.diff(np.flatnonzero(x[1:] != x[:-1]), prepend=-1, append=len(x) - 1).max() < least:
             continue
         ranks = np.unique(x, return_inverse=True)[1]
         size = least // _PARTS
@@ -145,9 +144,9 @@ def channel_mean(samples: np.ndarray) -> np.ndarray:
 
 
 def opposite_phase(samples: np.ndarray, mean: np.ndarray | None = None) -> bool:
-    """Whether channels [n, C] cancel each other: their mean, where it is known, has less than 1 % of their mean energy.
+    """Whether channels [n, C] cancel each other; their mean is given where it is known.
 
-    False for silence and for one channel.
+    It has less than 1 % of their mean energy then; False for silence and for one channel.
     """
     energy = np.einsum("nc,nc->", samples, samples, dtype=np.float64) / samples.shape[1]
     mean = channel_mean(samples) if mean is None else mean
@@ -219,8 +218,11 @@ MAX_PEAK = 2.0**20  # times full scale
 def integer_scale(peak: float) -> str:
     "Return a sentence on float samples that reach far above 1: what to divide them by."
     bits = next((bits for bits in (16, 24) if peak <= 1.5 * 2 ** (bits - 1)), 32)
-    kind = f"such values often are in the scale of {bits}-bit integers: divide them by {2 ** (bits - 1)}"
-    advice = kind if peak > 256 else "divide them by their full scale"
+    advice = (
+        f"such values often are in the scale of {bits}-bit integers: divide them by {2 ** (bits - 1)}"
+        if peak > 256
+        else "divide them by their full scale"
+    )
     return f"float samples must lie from -1 to 1, these reach {peak:.5g}; {advice}"
 
 
@@ -234,9 +236,6 @@ def check_range(x: np.ndarray) -> None:
         raise RecordingError("unsupported", f"{integer_scale(peak)}; {limit}")
 
 # %% ../../nbs/audio/conform.ipynb #38d5b701
-_FILTER_REACH = 2000  # samples at the lower rate; several times what soxr VHQ looks ahead
-
-
 def conform(
     samples: np.ndarray,  # [n, C] int16 or float32
     sample_rate: int,  # Hz
@@ -249,9 +248,13 @@ def conform(
     n = resampled_length(len(row), sample_rate, rules.sample_rate)
     wanted = rules.n_samples
     is_other = sample_rate != rules.sample_rate
-    rates, lengths = f"recorded at {sample_rate} Hz, {rules.sample_rate} Hz", f"{n} samples, {wanted}"
+    lengths = f"{n} samples, {wanted}"
     for is_wrong, code, found in (
-        (is_other and rules.rate == "reject", "wrong_rate", rates),
+        (
+            is_other and rules.rate == "reject",
+            "wrong_rate",
+            f"recorded at {sample_rate} Hz, {rules.sample_rate} Hz",
+        ),
         (n < wanted and rules.short == "reject", "too_short", lengths),
         (n > wanted and rules.long == "reject", "too_long", lengths),
     ):
@@ -259,7 +262,8 @@ def conform(
             raise RecordingError(code, f"{found} are asked for")
     if is_other:
         slower = max(1, -(-sample_rate // rules.sample_rate))
-        n_read = -(-wanted * sample_rate // rules.sample_rate) + _FILTER_REACH * slower
+        # 2,000 samples at the lower rate are several times what soxr VHQ looks ahead
+        n_read = -(-wanted * sample_rate // rules.sample_rate) + 2000 * slower
         row = to_rate(row[:n_read], sample_rate, rules.sample_rate)
     done = ["resampled"] * is_other + ["padded"] * (n < wanted) + ["cut"] * (n > wanted)
     row = fit_length(row, wanted)
@@ -295,7 +299,7 @@ def digests_of(rows: np.ndarray) -> np.ndarray:
 
 
 def digests_in_file(fd: int, offset: int, n: int, n_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the digests of n rows of float16 from an offset of a file, [n] S32, and whether they are finite, [n] bool.
+    """Compute digests [n] S32 of rows of float16 from an offset of a file, and whether they are finite [n] bool.
 
     Raises OSError, and VerifyError if the file is too short.
     """
@@ -329,7 +333,7 @@ _REMEDIES = {
 
 
 def piece_count(n_samples: int, window: int, hop: int, what: str) -> int:
-    "Return the number of pieces that fit into a parent without padding; `what`: name of a piece, for the message."
+    "Return the number of pieces that fit into a parent without padding; `what` is their name."
     if window < 1 or hop < 1:
         raise SpecError(
             f"{what}: window and hop must be at least 1 sample",
@@ -381,6 +385,6 @@ class SegmentGrid:
 
 # %% ../../nbs/audio/conform.ipynb #f6d43a41
 def even_step(starts: np.ndarray) -> int | None:
-    "Return the common distance of evenly spaced ascending starts in samples, 1 for one start; None where they are uneven."
+    "Return the common distance of evenly spaced ascending starts, 1 for one start; None if uneven."
     steps = np.unique(np.diff(starts)).tolist() or [1]
     return steps[0] if len(steps) == 1 else None

@@ -30,10 +30,6 @@ LABELS_COLUMNS = ("path", "digest", "label", "by", "when", "note")
 SKIPPED = ""
 UNSURE = "?"
 MAX_CELL = 1000  # bytes of label, person or note
-_WHEN = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z", re.ASCII)
-_EXAMPLE = "2026-01-31T08:15:00Z"
-_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_LINES = f"label, by and note must be printable text of at most {MAX_CELL} bytes on one line"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +40,30 @@ class Decision:
     digest: str  # xxh3-128 of the payload, 32 hexadecimal digits; "": the path identifies the recording
     label: str  # name of a class, SKIPPED or UNSURE
     by: str  # the person
-    when: str  # ISO 8601 in UTC, like _EXAMPLE
+    when: str  # ISO 8601 in UTC, for example 2026-01-31T08:15:00Z
     note: str = ""
 
     def __post_init__(self) -> None:
         if not all(isinstance(cell, str) for cell in astuple(self)):
             raise _invalid("all cells must be text", self)
+        texts = (self.label, self.by, self.note)
+        are_lines = all(x.isprintable() and len(x.encode("utf-8", "replace")) <= MAX_CELL for x in texts)
         steps = self.path.split("/")
-        is_digest = not self.digest or _DIGEST.fullmatch(self.digest)
         for is_right, message in (
-            (all(map(_is_line, (self.label, self.by, self.note))), _LINES),
+            (are_lines, f"label, by and note must be printable text of at most {MAX_CELL} bytes on one line"),
             (
                 "\0" not in self.path and not {"", ".", ".."} & {*steps},
                 "the path must be relative, without . or ..",
             ),
-            (is_digest, "the digest must have 32 hexadecimal digits, or be empty"),
+            (
+                not self.digest or re.fullmatch(r"[0-9a-f]{32}", self.digest),
+                "the digest must have 32 hexadecimal digits, or be empty",
+            ),
             (self.by.strip(), "the person is missing (by)"),
             (
-                _WHEN.fullmatch(self.when) and naming.clock_time(self.when),
-                f"when must be ISO 8601 in UTC, for example {_EXAMPLE}",
+                re.fullmatch("[0-9]{4}(-[0-9]{2}){2}T[0-9]{2}(:[0-9]{2}){2}([.][0-9]{1,6})?Z", self.when)
+                and naming.clock_time(self.when),
+                "when must be ISO 8601 in UTC, for example 2026-01-31T08:15:00Z",
             ),
         ):
             if not is_right:
@@ -77,10 +78,6 @@ class Decision:
 def _invalid(message: str, decision: Decision) -> DataError:
     found = {name: repr(getattr(decision, name))[:80] for name in LABELS_COLUMNS}
     return DataError(message, code="invalid-decision", found=found)
-
-
-def _is_line(text: str) -> bool:
-    return text.isprintable() and len(text.encode("utf-8", "replace")) <= MAX_CELL
 
 
 def login_name() -> str:
@@ -124,7 +121,7 @@ def _open_table(file: Path, stack: contextlib.ExitStack) -> int:
 
 
 def append_decision(file: str | os.PathLike, decision: Decision) -> None:
-    """Append a decision to labels.csv, which is made if it does not exist; durable, and safe with several processes.
+    """Append a decision to labels.csv, which is made if needed; durable, and safe with several processes.
 
     Raises DataError if the file is no table of decisions, OutputError if it cannot be written.
     """
@@ -144,7 +141,7 @@ def append_decision(file: str | os.PathLike, decision: Decision) -> None:
 
 
 def _append(fd: int, cells: Sequence[str], file: Path) -> bool:
-    "Repair the end of the open and locked table, append a row with its delimiter, and return whether it was empty."
+    "Repair the end of the open and locked table, append a row, and return whether it was empty."
     size = os.fstat(fd).st_size
     head = pread_all(fd, len(_BOM) + len(_HEADER) + 2, 0).removeprefix(_BOM)
     delimiter = csv_table(file, head.decode("utf-8", "replace"), LABELS_COLUMNS).delimiter
@@ -183,7 +180,7 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:
 
 # %% ../../nbs/audio/labels.ipynb #cac430fb
 def read_decisions(file: str | os.PathLike) -> list[Decision]:
-    "Read a table of decisions in the order of its lines; an incomplete last line is left out and logged. Raises DataError."
+    "Read a table of decisions; an incomplete last line is left out and logged. Raises DataError."
     file = Path(os.path.abspath(file))
     return _parse(file, read_table_bytes(file))
 
@@ -241,7 +238,7 @@ def _last_of_each(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
 
 
 def _verdict(last: Iterable[Decision]) -> tuple[str, str]:
-    'Return what the last decisions on a recording amount to, "agreed", "differ", "unsure" or "none", and the label.'
+    'Return what last decisions amount to, "agreed", "differ", "unsure" or "none", and the label.'
     opinions = [d.label for d in last if d.label != SKIPPED]
     named = [label for label in opinions if label != UNSURE]
     if len(set(map(_folded, named))) > 1:
@@ -322,8 +319,11 @@ def check_paths(
     if current.exact_paths and (
         unknown := sorted(current.last.keys() - comparison.match_texts(current.last, counts))
     ):
-        n = f"{len(unknown):,} of {len(current.last):,}"
-        log.warning("%s paths in the table of labels were not found, first %s", n, show_path(unknown[0]))
+        log.warning(
+            "%s paths in the table of labels were not found, first %s",
+            f"{len(unknown):,} of {len(current.last):,}",
+            show_path(unknown[0]),
+        )
 
 
 def relabel(
@@ -458,7 +458,7 @@ class TimeRange(NamedTuple):
 
 
 def read_track(file: str | os.PathLike, column: str = "Annotation") -> list[TimeRange]:
-    "Read a label track of Audacity, or a selection table of Raven with the texts in a column; raises DataError."
+    "Read a label track of Audacity, or a table of Raven with the texts in a column; raises DataError."
     rows = [line.split("\t") for line in read_text(file).splitlines()]
     head = [cell.strip() for cell in rows[0]] if rows else []
     is_raven = {_BEGIN, _END} <= set(head)
@@ -494,13 +494,15 @@ def read_track(file: str | os.PathLike, column: str = "Annotation") -> list[Time
 
 
 def write_track(ranges: Iterable[TimeRange], format: str = "audacity", high_hz: float = 0) -> str:
-    "Return the text of a label track of Audacity, or of a selection table of Raven with an upper edge of the selections."
+    "Return a label track of Audacity, or a table of Raven with an upper edge of the selections."
     if format == "audacity":
         return "".join(f"{r.start_s:.6f}\t{r.end_s:.6f}\t{r.text}\n" for r in ranges)
-    head = f"Selection\tView\tChannel\t{_BEGIN}\t{_END}\tLow Freq (Hz)\tHigh Freq (Hz)\tAnnotation\n"
-    return head + "".join(
-        f"{k}\tSpectrogram 1\t1\t{r.start_s:.6f}\t{r.end_s:.6f}\t0.0\t{high_hz:g}\t{r.text}\n"
-        for k, r in enumerate(ranges, 1)
+    return (
+        f"Selection\tView\tChannel\t{_BEGIN}\t{_END}\tLow Freq (Hz)\tHigh Freq (Hz)\tAnnotation\n"
+        + "".join(
+            f"{k}\tSpectrogram 1\t1\t{r.start_s:.6f}\t{r.end_s:.6f}\t0.0\t{high_hz:g}\t{r.text}\n"
+            for k, r in enumerate(ranges, 1)
+        )
     )
 
 # %% ../../nbs/audio/labels.ipynb #886f1d62
@@ -517,9 +519,6 @@ def label_of(ranges: Iterable[TimeRange], labels: Sequence[str], leak_label: str
     return SKIPPED if not longest else longest[0] if len(longest) == 1 else UNSURE
 
 # %% ../../nbs/audio/labels.ipynb #5ac5e655
-_ENDING = re.compile(r"(\.table\.\d+)?(\.selections)?\.txt$", re.IGNORECASE | re.ASCII)
-
-
 def _paths_below(folder: Path) -> list[str]:
     return [
         os.fsdecode(path) for path, _, _ in folders.found_below(folders.existing_folder(folder), folder)[0]
@@ -535,10 +534,10 @@ def _by_stem(folder: Path) -> dict[str, list[str]]:
 
 
 def _recording_of(track: Path, root: Path, by_stem: dict[str, list[str]], *, is_needed: bool) -> str | None:
-    "Return the recording of a track, below the root: the one next to it, or the only one of its name. Raises DataError."
-    found = by_stem.get(comparison.text_key(_ENDING.sub("", track.name)), [])
-    near = [path for path in found if (root / path).parent == track.parent]
-    if len(found := near or found) > 1:
+    "Return the recording of a track: the one next to it, or the only one of its name. Raises DataError."
+    stem = re.sub(r"(\.table\.[0-9]+)?(\.selections)?\.txt$", "", track.name, flags=re.IGNORECASE)
+    found = by_stem.get(comparison.text_key(stem), [])
+    if len(found := [path for path in found if (root / path).parent == track.parent] or found) > 1:
         raise DataError(
             "several recordings have the name of the track",
             code="ambiguous-recording",
@@ -579,6 +578,25 @@ def _track_files(tracks: Sequence[str | os.PathLike]) -> Iterator[tuple[Path, Pa
                 yield file, path
 
 
+def _import_result(
+    into: Path, new: Sequence[Decision], n_same: int, unlabelled: list[str], lost: list[str]
+) -> TrackResult:
+    summary = {
+        "into": show_path(into),
+        "written": len(new),
+        "unchanged": n_same,
+        "decisions": [{"path": show_path(d.path), "label": d.label} for d in new],
+        "without_label": unlabelled,
+        "without_recording": lost,
+    }
+    head = f"{len(new):,} decisions written to {show_path(into)}, {n_same:,} unchanged"
+    rest = (
+        *(f"no class is marked: {text}" for text in unlabelled),
+        *(f"no recording: {path}" for path in lost),
+    )
+    return TrackResult(summary, "\n  ".join([head, *rest]))
+
+
 def import_tracks(
     tracks: Sequence[str | os.PathLike],  # files of Audacity and Raven, and folders of them
     into: str | os.PathLike,  # labels.csv
@@ -611,10 +629,8 @@ def import_tracks(
     below = functools.cache(_by_stem)
     new: dict[str, Decision] = {}
     n_same = 0
-    lost, unlabelled = (
-        list[str](),
-        list[str](),
-    )  # text files of folders without a recording; tracks without a class
+    lost = list[str]()  # text files of folders without a recording
+    unlabelled = list[str]()  # tracks without a class
     for track, folder in given:
         root = Path(os.path.abspath(recordings)) if recordings is not None else folder or track.parent
         path = _recording_of(track, root, below(root), is_needed=folder is None)
@@ -623,8 +639,9 @@ def import_tracks(
             continue
         ranges = read_track(track, column)
         label = label_of(ranges, classes, leak_label)
-        note = f"track {show_path(track.name)}"[:200]
-        decision = Decision(path, read_wav(root / path).digest, label, by, now_utc(), note)
+        decision = Decision(
+            path, read_wav(root / path).digest, label, by, now_utc(), f"track {show_path(track.name)}"[:200]
+        )
         if label == SKIPPED:
             texts = ", ".join(sorted({r.text for r in ranges if r.text}))[:200]
             unlabelled.append(f"{show_path(track)}{f' ({texts})' if texts else ''}")
@@ -640,20 +657,7 @@ def import_tracks(
             )
     for decision in new.values():
         append_decision(into, decision)
-    summary = {
-        "into": show_path(into),
-        "written": len(new),
-        "unchanged": n_same,
-        "decisions": [{"path": show_path(d.path), "label": d.label} for d in new.values()],
-        "without_label": unlabelled,
-        "without_recording": lost,
-    }
-    head = f"{len(new):,} decisions written to {show_path(into)}, {n_same:,} unchanged"
-    rest = (
-        *(f"no class is marked: {text}" for text in unlabelled),
-        *(f"no recording: {path}" for path in lost),
-    )
-    return TrackResult(summary, "\n  ".join([head, *rest]))
+    return _import_result(into, list(new.values()), n_same, unlabelled, lost)
 
 # %% ../../nbs/audio/labels.ipynb #c303a29e
 TRACK_FORMATS = {"audacity": ".txt", "raven": ".selections.txt"}  # and the ends of the file names
@@ -735,5 +739,6 @@ def export_tracks(
     }
     summary = {"folder": show_path(target), "written": [*map(show_path, texts)], **rest}
     missing = "{not_found:,} recordings not found, {disagreements:,} disagreements, {unsure:,} unsure"
-    text = f"{len(texts):,} tracks in {show_path(target)}; without a track: {missing.format(**rest)}"
-    return TrackResult(summary, text)
+    return TrackResult(
+        summary, f"{len(texts):,} tracks in {show_path(target)}; without a track: {missing.format(**rest)}"
+    )

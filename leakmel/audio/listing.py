@@ -54,7 +54,7 @@ def is_inside(path: str | bytes, root: str | bytes) -> bool:
 
 # %% ../../nbs/audio/listing.ipynb #cffdecae
 # folders that operating systems, storage devices and programs that synchronise make, in lower case
-# of Windows, Android, Linux and macOS; of network storage by Synology, QNAP, NetApp and Buffalo; of GoodSync, Nextcloud
+# of Windows, Android, Linux, macOS, GoodSync, Nextcloud; of storage by Synology, QNAP, NetApp and Buffalo
 SYSTEM_FOLDERS = frozenset(
     (
         *(
@@ -84,13 +84,13 @@ _FOUND = re.compile(r"found\.\d{3}|@gmt-.*|\.?trash-\d+", re.ASCII)
 
 
 def is_system_folder(name: str) -> bool:
-    "Whether a folder of this name holds no recordings of the user: it is hidden, or one of SYSTEM_FOLDERS in any case."
+    "Whether a folder of this name holds no recordings of the user: hidden, or of SYSTEM_FOLDERS in any case."
     low = name.lower()
     return low.startswith(".") or low in SYSTEM_FOLDERS or _FOUND.fullmatch(low) is not None
 
 
 def folders_in(path: Path, root: Path) -> list[tuple[str, bool]]:
-    "List the folders in a folder, sorted, without those of `is_system_folder`, and whether each lies in the root."
+    "List the folders in a folder, without those of `is_system_folder`, and whether each lies in the root."
     if isinstance(path, StorePath):
         return [(name, True) for name in names_in(path)[0] if not is_system_folder(name)]
     found = []
@@ -154,7 +154,7 @@ def label_map(folders: list[Path], root: Path) -> tuple[str, ...]:
 
 
 def holds_recording(folder: Path) -> bool:
-    "Whether a recording lies in a folder or below it; links are not followed. Raises DataError, MachineError."
+    "Whether a recording lies in or below a folder, without links. Raises DataError, MachineError."
     if isinstance(folder, StorePath):
         return any(
             is_recording_name(os.fsencode(name)) and not any(map(is_system_folder, folders))
@@ -322,8 +322,11 @@ def _found_objects(
         elif any(map(is_system_folder, map(os.fsdecode, folders))) and path not in named:
             found.passed_over[os.path.join(place, os.path.dirname(path))] += 1
         elif max(map(len, (*folders, name))) > LONGEST_NAME or len(path) > LONGEST_PATH:
-            message = "the key is too long for the path of a file; it is left out"
-            found.left_out.append(Problem("special", show_path(path), message))
+            found.left_out.append(
+                Problem(
+                    "special", show_path(path), "the key is too long for the path of a file; it is left out"
+                )
+            )
         else:
             found.add(path, size, stamp)
             on_found(1)
@@ -342,8 +345,13 @@ def passed_over_note(found: Iterable[FoundFiles]) -> list[Problem]:
     more = "at least " if any(x.left_to_count <= 0 for x in found) else ""
     shown = ", ".join(map(show_path, folders[:3])) + (", ..." if len(folders) > 3 else "")
     n = f"{how_many(counts.total(), 'recording')} in {how_many(len(folders), 'system or hidden folder')}"
-    message = f"{more}{n} {'was' if counts.total() == 1 else 'were'} passed over: {shown}"
-    return [Problem("passed_over", show_path(folders[0]), message)]
+    return [
+        Problem(
+            "passed_over",
+            show_path(folders[0]),
+            f"{more}{n} {'was' if counts.total() == 1 else 'were'} passed over: {shown}",
+        )
+    ]
 
 
 def found_below(
@@ -418,10 +426,13 @@ DRY = -2  # in place of a label
 
 
 def part_range(n: int, number: int, n_parts: int) -> tuple[int, int]:
-    "Divide n recordings into parts of nearly equal size, and return the range of one, from 1; raises UsageError."
+    "Divide recordings into nearly equal parts, and return the range of one, from 1; raises UsageError."
     if not 1 <= number <= n_parts:
-        found, expected = f"{number}/{n_parts}", "I/N with I from 1 to N"
-        raise UsageError("there is no such part", code="invalid-part", found=found, expected=expected)
+        raise UsageError(
+            "there is no such part of I/N, with I from 1 to N",
+            code="invalid-part",
+            found=f"{number}/{n_parts}",
+        )
     return n * (number - 1) // n_parts, n * number // n_parts
 
 
@@ -496,8 +507,10 @@ class Listing:
 
     def without_dry(self) -> "Listing":
         "Mark dry recordings as recordings that a build rejects."
-        ids = np.where(self.is_dry & (self.label_ids >= 0), DRY, self.label_ids)
-        return replace(self, label_ids=ids.astype(np.int16))
+        return replace(
+            self,
+            label_ids=np.where(self.is_dry & (self.label_ids >= 0), DRY, self.label_ids).astype(np.int16),
+        )
 
     @property
     def names(self) -> list[NameParts]:
@@ -541,7 +554,7 @@ def make_listing(
 
 # %% ../../nbs/audio/listing.ipynb #f0240e01
 def existing_folder(folder: str | os.PathLike, remedy: str | None = None) -> Path:
-    "Check that a folder of recordings, also the URL of objects, exists; absolute. Raises DataError, MachineError."
+    "Check that a folder, also a URL of objects, exists; return it absolute. Raises DataError, MachineError."
     root = absolute_folder(folder)
     if isinstance(root, StorePath):
         return root
@@ -553,8 +566,9 @@ def existing_folder(folder: str | os.PathLike, remedy: str | None = None) -> Pat
     except OSError as e:
         raise list_error(e, root) from e
     if not is_folder:
-        message = "this is a file, but a folder is needed"
-        raise DataError(message, code="not-a-folder", path=root, remedy=remedy)
+        raise DataError(
+            "this is a file, but a folder is needed", code="not-a-folder", path=root, remedy=remedy
+        )
     return root
 
 

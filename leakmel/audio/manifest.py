@@ -47,7 +47,8 @@ def _listing_of(head: Any, root: Path, n_labels: int, arrays: Mapping[str, np.nd
     folder = absolute_folder(head["folder"])
     columns = {name: arrays[name].astype(kind) for name, kind in _COLUMNS.items()}
     parts = None if head["parts"] is None else tuple(NameParts(*each) for each in head["parts"])
-    ids, texts = columns["label_ids"], list(head["extra"].values())
+    ids = columns["label_ids"]
+    texts = list(head["extra"].values())
     if (
         {*map(len, (*columns.values(), *texts, paths if parts is None else parts))} != {len(paths)}
         or not all(isinstance(text, str) for each in texts for text in each)
@@ -56,8 +57,15 @@ def _listing_of(head: Any, root: Path, n_labels: int, arrays: Mapping[str, np.nd
         or folder.name == ".."
     ):
         raise ValueError("the columns do not belong together, or the folder is not that of its root")
-    naming, extra = Naming(**head["naming"]), head["extra"]
-    return Listing(str(head["split"]), folder, paths, **columns, naming=naming, parts=parts, extra=extra)
+    return Listing(
+        str(head["split"]),
+        folder,
+        paths,
+        **columns,
+        naming=Naming(**head["naming"]),
+        parts=parts,
+        extra=head["extra"],
+    )
 
 # %% ../../nbs/audio/manifest.ipynb #5218fcf8
 GROUP_FIELDS = ("sensor", "session", "folder")
@@ -93,12 +101,18 @@ class Manifest:
         return f"Manifest({how_many(len(self), 'recording')}: {splits}; labels {labels}; {how_many(len(self.problems), 'problem')})"
 
     def part(self, number: int, n_parts: int) -> "Manifest":
-        """Return one of n parts, numbered from 1: consecutive recordings of each split, as equal in number as possible.
+        """Return one of n parts, numbered from 1: consecutive recordings of each split.
 
-        Raises UsageError.
+        They are as equal in number as possible. Raises UsageError.
         """
-        own = tuple(x.part(number, n_parts) for x in self.listings)
-        return replace(self, listings=own, notes=(), content=None, names=None, part_of=(number, n_parts))
+        return replace(
+            self,
+            listings=tuple(x.part(number, n_parts) for x in self.listings),
+            notes=(),
+            content=None,
+            names=None,
+            part_of=(number, n_parts),
+        )
 
     def save(self, file: str | os.PathLike) -> Path:  # raises OutputError
         "Store the manifest in a file, without the columns that `scan(content=True)` reads."
@@ -206,8 +220,9 @@ class Manifest:
         for x in self.listings:
             seen = checks.name_problems(x.show, x.label_ids, x.name_columns("gain")["gain"], **reason)
             found += [p for p in seen if p.kind != "no_label" or p.path not in misfits]
-        ids = [(x.place or x.split, x.label_ids) for x in self.listings]
-        found += checks.label_problems(self.label_names, ids)
+        found += checks.label_problems(
+            self.label_names, [(x.place or x.split, x.label_ids) for x in self.listings]
+        )
         for column in (*GROUP_FIELDS, *(name for name in map(str, self.table) if name.startswith("extra/"))):
             is_group = column in GROUP_FIELDS
             what = f"{column}s" if is_group else f"values of {show_path(column.removeprefix('extra/'))}"
@@ -219,7 +234,7 @@ class Manifest:
         return pd.DataFrame([(p.kind, p.path, p.message) for p in found], columns=["kind", "path", "message"])
 
     def report(self, most: int | None = 20) -> ProblemReport:
-        "The problems by group and kind, for a notebook or a terminal, with at most so many examples; None: all."
+        "The problems by group and kind, with at most so many examples; None: all."
         return ProblemReport((Problem(*row) for row in self.problems.itertuples(index=False)), most)
 
     @cached_property
@@ -228,8 +243,7 @@ class Manifest:
         if self.naming.source != "pattern":
             return None
         listed = ((x.place, path) for x in self.listings for path in x.paths)
-        names = [*listed, *(("", path) for path in self.unmatched)]
-        return names_of_files.preview_names(self.naming, names)
+        return names_of_files.preview_names(self.naming, [*listed, *(("", path) for path in self.unmatched)])
 
     def groups(self, by: str) -> "pd.DataFrame":
         "Count the recordings of each sensor, session or folder: in all, per split and label, and its splits."
@@ -242,16 +256,19 @@ class Manifest:
                 expected=f"one of {', '.join(GROUP_FIELDS)}",
             )
         known = _with_keys(self.table, by)
-        names = pd.Index(comparison.text_column(self.label_names))
-        labels = pd.crosstab(known[by], known["label"]).reindex(columns=names, fill_value=0)
-        splits = [x.split for x in self.listings if x.split]
-        columns = [
+        labels = pd.crosstab(known[by], known["label"]).reindex(
+            columns=pd.Index(comparison.text_column(self.label_names)), fill_value=0
+        )
+        columns: list[Any] = [
             known.groupby(by).size().rename("recordings"),
-            pd.crosstab(known[by], known["split"]).reindex(columns=splits, fill_value=0),
+            pd.crosstab(known[by], known["split"]).reindex(
+                columns=[x.split for x in self.listings if x.split], fill_value=0
+            ),
             labels.set_axis([f"label {show_path(n)}" for n in self.label_names], axis=1),
             known.groupby(by)["split"].nunique().rename("n_splits"),
         ]
-        return pd.concat(columns, axis=1)
+        # pandas joins no table without columns
+        return pd.concat([x for x in columns if x.ndim < 2 or len(x.columns)], axis=1)
 
     def _repr_html_(self) -> str:
         import pandas as pd
@@ -343,8 +360,9 @@ def _sorted_labels(labels: Iterable[str | None]) -> tuple[str, ...]:
 def _no_match(naming: Naming, shown: str) -> Problem:
     is_lost = naming.base != "root" and not naming.labels_by_folder
     effect = "so it has no label and will be rejected" if is_lost else "so nothing is read from it"
-    message = f"the name does not fit the pattern {show_path(naming.pattern)}, {effect}"
-    return Problem("no_match", shown, message)
+    return Problem(
+        "no_match", shown, f"the name does not fit the pattern {show_path(naming.pattern)}, {effect}"
+    )
 
 
 def _pattern_notes(x: Listing, parsed: Sequence[ParsedPath]) -> Iterator[Problem]:
@@ -367,13 +385,14 @@ def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[byte
     tops = [p[0] for p in steps]
     deep = nested or (tops if {*tops} <= outer else [])
     if deep and outer and not beside and all(split_name(inner) for _, inner in places):
-        parent = f"use {show_path(root / deep[0])} as the data folder"
         raise DataError(
             "the split folders lie one level deeper",
             code="splits-one-level-down",
             path=root,
             found=", ".join(show_path(f"{name}/{inner}") for name, inner in places if name == deep[0]),
-            remedy=parent if nested else "give the pattern {label}/{split}/{*}",
+            remedy=f"use {show_path(root / deep[0])} as the data folder"
+            if nested
+            else "give the pattern {label}/{split}/{*}",
         )
 
 
@@ -387,20 +406,20 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFil
     for name in sorted({*folders, *others} - {folder.name for folder in splits.values()}):
         is_folder = name in folders if is_url else (root / name).is_dir()
         if files.is_system_folder(name):
-            if is_url and is_folder:
-                found.passed_over[os.fsencode(name)] += len(found_below(root, root / name)[0])
-            elif is_folder and not (root / name).is_symlink():
+            if is_folder and not is_url and not (root / name).is_symlink():
                 found.pass_over(os.fsencode(root / name), os.fsencode(root))
         elif is_folder or files.is_recording_name(os.fsencode(name)):
             what = "folder" if is_folder else "recording"
-            message = f"the {what} lies outside the split folders and is not read"
-            yield Problem("not_a_split", show_path(name), message)
+            yield Problem(
+                "not_a_split", show_path(name), f"the {what} lies outside the split folders and is not read"
+            )
 
 
 def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
     splits = files.split_folders(root)
-    wanted = _wanted_splits(split, splits, root, "data folder has no folder for")
-    targets = {name: splits[name] for name in wanted} or {"": root}
+    targets = {
+        name: splits[name] for name in _wanted_splits(split, splits, root, "data folder has no folder for")
+    } or {"": root}
     beside = FoundFiles()
     notes = list(_entries_next_to_splits(root, splits, beside)) if splits else []
     found: dict[str, FoundFiles] = {}
@@ -428,8 +447,11 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
     for x in listings:
         if not len(x):
             where = f"below {show_path(x.folder)}: check the path, and whether the disk is mounted"
-            message = f"no .wav or .wave file was found {where}"
-            notes.append(Problem("no_recordings", show_path(x.place or "."), message))
+            notes.append(
+                Problem(
+                    "no_recordings", show_path(x.place or "."), f"no .wav or .wave file was found {where}"
+                )
+            )
         notes += _pattern_notes(x, parsed[x.split])
     return Manifest(root, label_names, listings, tuple(notes), naming=naming)
 
@@ -448,9 +470,9 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
             expected=show_path(naming.pattern),
             remedy="compare the pattern with the file names part by part",
         )
-    labels = _sorted_labels(x.label for x in parsed)
-    if naming.labels_by_folder:
-        labels = files.label_map([root], root)
+    labels = (
+        files.label_map([root], root) if naming.labels_by_folder else _sorted_labels(x.label for x in parsed)
+    )
     listings = []
     for name in _wanted_splits(split, present, root, "pattern finds no recording of"):
         rows = [i for i, x in enumerate(parsed) if x.split == name]
@@ -489,8 +511,15 @@ def _by_table(
         listings.append(replace(x, extra={n: [texts[i] for i in rows] for n, texts in table.extra.items()}))
     notes = files.passed_over_note([all_found])
     if table.ignored:
-        message = "these columns of the table are not used: leakmel measures them, or they are unnamed, too many or too long"
-        notes.append(Problem("ignored_column", ", ".join(map(show_path, table.ignored)), message))
+        notes.append(
+            Problem(
+                "ignored_column",
+                ", ".join(map(show_path, table.ignored)),
+                (
+                    "these columns of the table are not used: leakmel measures them, or they are unnamed, too many or too long"
+                ),
+            )
+        )
     if extra := sorted(present.keys() - set(table.paths)):
         n = f"{how_many(len(extra), 'recording')} in the data folder {'is' if len(extra) == 1 else 'are'}"
         notes.append(Problem("not_in_table", show_path(extra[0]), f"{n} not in the table; this is the first"))
@@ -559,8 +588,9 @@ def scan(
     with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
         if table is not None:
             wanted = table_columns(columns)
-            names = read_table(table, wanted, with_labels=with_labels)
-            manifest = _by_table(root, split, names, wanted, count.add)
+            manifest = _by_table(
+                root, split, read_table(table, wanted, with_labels=with_labels), wanted, count.add
+            )
         else:
             manifest = (_by_names if naming.base == "root" else _by_folders)(root, split, naming, count.add)
     if isinstance(root, StorePath) and not len(manifest) and not manifest.label_names:

@@ -25,7 +25,7 @@ _SPLIT = re.compile(r"(?:dataset[_ -])?(?:(train|training)|(val|valid|validation
 
 @functools.lru_cache(4096)
 def split_name(folder: str) -> str | None:
-    "The one of SPLITS that the name of a folder, or what a user typed, stands for; None if it names no split."
+    "The split that the name of a folder, or what a user typed, stands for; None if it names none."
     found = _SPLIT.fullmatch(comparison.text_key(folder).casefold())
     return SPLITS[(found.lastindex or 0) - 1] if found else None
 
@@ -39,7 +39,6 @@ _TIME = re.compile(
 )
 _TIME_IN_NAME = re.compile(rf"(?<![0-9A-Za-z]){_TIME.pattern}(?![0-9A-Za-z:])", re.ASCII)
 _DATE = re.compile(r"(\d{4})([-_.]?)(\d\d)\2(\d\d)", re.ASCII)
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
 
 
 def _iso(m: re.Match | None) -> str:
@@ -48,17 +47,15 @@ def _iso(m: re.Match | None) -> str:
         return ""
     year, _, month, day, hour, _, minute, second, short_minute, decimals, thousandths, zone = m.groups()
     fraction = decimals or thousandths
-    text = f"{year}-{month}-{day}T{hour}:{minute or short_minute}:{second or '00'}"
+    clock = f"{hour}:{minute or short_minute}:{second or '00'}" + (f".{fraction}" if fraction else "")
     try:
-        return datetime.datetime.fromisoformat(
-            text + (f".{fraction}" if fraction else "") + (zone or "")
-        ).isoformat()
+        return datetime.datetime.fromisoformat(f"{year}-{month}-{day}T{clock}{zone or ''}").isoformat()
     except ValueError:
         return ""
 
 
 def clock_time(text: str) -> str:
-    "A time that is the whole text in ISO 8601, with a zone where the text has one; empty if it is no date and time."
+    "A time that is the whole text in ISO 8601, with its zone if it has one; empty for other texts."
     return _iso(_TIME.fullmatch(text)) if len(text) <= 40 else ""
 
 
@@ -85,7 +82,7 @@ TIME_FORMS = "20251110_020000, 20251110_0200, 20251110, 2025-11-10_02-00-00 or 2
 @functools.lru_cache(4096)
 def number_in(text: str) -> float:
     "The first number in the part of a name; NaN if there is none, or float32 cannot hold it."
-    found = _NUMBER.search(text)
+    found = re.search(r"[-+]?[0-9]+(?:\.[0-9]+)?", text)
     value = float(found.group()) if found else math.nan
     return value if abs(value) < 3e38 else math.nan
 
@@ -102,7 +99,7 @@ class NameParts(NamedTuple):
 
 
 def parse_name(path: bytes) -> NameParts:
-    "The parts of a logger's file name, and the folders it lies in; the path is relative to the folder of its split."
+    "The parts of a logger's file name, and the folders it lies in, relative to the folder of its split."
     *folders, name = os.fsdecode(path).split("/")
     parts = (name.rpartition(".")[0] or name).split("~")
     folder = "/".join(folders[1:])
@@ -113,24 +110,8 @@ def parse_name(path: bytes) -> NameParts:
 # %% ../../nbs/audio/naming.ipynb #62ec4fb2
 TIME_BYTES = 19  # of a column of times, at the least
 _SHAPE = np.frombuffer(b"dddddddd_dddddd", np.uint8) == ord("d")  # of a logger's time: YYYYMMDD_HHMMSS
-_ISO = [
-    *range(4),
-    15,
-    4,
-    5,
-    15,
-    6,
-    7,
-    16,
-    9,
-    10,
-    17,
-    11,
-    12,
-    17,
-    13,
-    14,
-]  # places in a logger's time and "-T:"
+# places in a logger's time and "-T:"
+_ISO = [*range(4), 15, 4, 5, 15, 6, 7, 16, 9, 10, 17, 11, 12, 17, 13, 14]
 
 
 def _times(texts: np.ndarray) -> np.ndarray:
@@ -196,12 +177,13 @@ _TOKEN = re.compile(
 )
 _MAX_LENGTH = 500  # of a pattern
 
-Token = tuple[str, str]  # "text", "field" or "folders", and the text or the field's name ("*": ignored)
-
 
 @functools.lru_cache(256)
-def pattern_tokens(pattern: str) -> tuple[Token, ...]:
-    "Split a pattern like {split}_{label}_{sensor}_{*} into literal text and fields, and check it; raises UsageError."
+def pattern_tokens(pattern: str) -> tuple[tuple[str, str], ...]:
+    """Split a pattern like {split}_{label}_{sensor}_{*} into tokens, and check it; raises UsageError.
+
+    A token is "text", "field" or "folders", and the text or the field's name ("*": ignored).
+    """
     words = ((m.lastgroup or "", m) for m in _TOKEN.finditer(pattern))
     tokens = tuple((kind, m[kind].replace("{{", "{").replace("}}", "}")) for kind, m in words)
     named = [value for kind, value in tokens if kind == "field" and value != "*"]
@@ -258,15 +240,9 @@ _TYPED_FIELDS: dict[str, tuple[int, Callable[[str], object]]] = {
 _MAX_STEPS = 30_000  # of all attempts to match one path
 
 
-class _Step(NamedTuple):
-    "A token and what decides where it can end."
-
-    kind: str
-    value: str
-    text: str  # that follows in the pattern
-    typed: tuple[int, Callable[[str], object]] | None  # of a field that accepts only some texts
-    is_last: bool  # only the text follows, which ends the path
-    is_free: bool  # no later end fits better than the first
+# a token and what decides where it can end: its kind, its value, the text that follows in the pattern,
+# its entry of _TYPED_FIELDS or None, whether only the text follows, and whether the first end fits best
+_Step = tuple[str, str, str, Any, bool, bool]
 
 
 @functools.lru_cache(256)
@@ -291,7 +267,7 @@ def _plans(pattern: str) -> list[list[_Step]]:  # raises UsageError
         is_free = ["/" not in text and not any(typed[k : k + 3]) for k, text in enumerate(texts)]
         plans.append(
             [
-                _Step(kind, value, texts[k], typed[k], k + 2 >= len(tokens), is_free[k])
+                (kind, value, texts[k], typed[k], k + 2 >= len(tokens), is_free[k])
                 for k, (kind, value) in enumerate(tokens)
             ]
         )
@@ -317,7 +293,7 @@ def _ends(step: _Step, path: str, at: int) -> Iterator[int]:
 
 # %% ../../nbs/audio/naming.ipynb #0981bccf
 def match_pattern(pattern: str, path: str) -> dict[str, str] | None:
-    """Match a relative path without its extension, if possible with a valid time and gain, else with any text there.
+    """Match a relative path without its extension, if possible with a valid time and gain, else with any text.
 
     Returns the text of each field; None if the path does not match.
     """
@@ -331,7 +307,7 @@ def match_pattern(pattern: str, path: str) -> dict[str, str] | None:
             return [] if at == len(path) else None
         if (k, at) in failed:
             return None
-        typed = steps[k].typed
+        typed = steps[k][3]
         for end in _ends(steps[k], path, at):
             n_steps += 1
             if n_steps > _MAX_STEPS:
@@ -347,7 +323,7 @@ def match_pattern(pattern: str, path: str) -> dict[str, str] | None:
         failed.clear()
         if (ends := rest(steps, 0, 0)) is not None:
             found = zip(steps, itertools.pairwise([0, *ends]))
-            return {s.value: path[a:b] for s, (a, b) in found if s.kind == "field" and s.value != "*"}
+            return {s[1]: path[a:b] for s, (a, b) in found if s[0] == "field" and s[1] != "*"}
     return None
 
 # %% ../../nbs/audio/naming.ipynb #90e55001
@@ -362,7 +338,7 @@ _GUESSES = (
 
 
 def guess_pattern(paths: Sequence[bytes]) -> str:
-    """Guess the pattern by which each path has a sensor and a time, from at most 2,000 paths; empty if none fits all.
+    """Guess the pattern by which each path has a sensor and a time, from 2,000 paths; empty if none fits.
 
     One that gives several sensors is preferred.
     """
@@ -379,8 +355,7 @@ def guess_pattern(paths: Sequence[bytes]) -> str:
             sensors.add(fields["sensor"])
         else:
             found[pattern] = len(sensors)
-    several = (pattern for pattern, n in found.items() if n > 1)
-    return next(several, next(iter(found), ""))
+    return next(((pattern for pattern, n in found.items() if n > 1)), next(iter(found), ""))
 
 # %% ../../nbs/audio/naming.ipynb #60bf21a9
 _FORMS = {"start_time": f"times are read like {TIME_FORMS}", "gain": "a gain is a number"}
@@ -467,8 +442,9 @@ class Naming:
         try:
             return cls(**json.loads(text))
         except (TypeError, ValueError, AttributeError) as e:
-            found = repr(text)[:200]
-            raise DataError("the stored naming cannot be read", code="invalid-naming", found=found) from e
+            raise DataError(
+                "the stored naming cannot be read", code="invalid-naming", found=repr(text)[:200]
+            ) from e
 
 # %% ../../nbs/audio/naming.ipynb #3433a20a
 def pattern_naming(pattern: str | None) -> Naming:
@@ -481,7 +457,7 @@ def pattern_naming(pattern: str | None) -> Naming:
 
 # %% ../../nbs/audio/naming.ipynb #0900e597
 def unread_fields(parsed: Sequence[ParsedPath]) -> Iterator[tuple[int, str]]:
-    "Count names in which a field has a text, but no value: yields the number of the first one, and a sentence."
+    "Count names in which a field has a text, but no value: yield the number of the first, and a sentence."
     n_fit = sum(x.fits for x in parsed)
     for name, forms in _FORMS.items():
         if numbers := [i for i, x in enumerate(parsed) if name in x.unread]:

@@ -24,7 +24,6 @@ _FUNCTIONS = CODE.functions
 HERE = CODE.constants["HERE"]
 READ = CODE.constants["READ"]
 USE_FALLBACK = CODE.constants["USE_FALLBACK"]
-_MIN_BYTES = CODE.constants["MIN_BYTES"]
 
 # %% ../../nbs/audio/native.ipynb #e963a9ed
 def as_bytes(paths: list[bytes], base: bytes = b"") -> tuple[np.ndarray, np.ndarray]:
@@ -42,7 +41,7 @@ def to_hex(words: np.ndarray) -> np.ndarray:
 
 def can_digest(n_bytes: int) -> bool:
     "Whether this module supports rows of so many bytes."
-    return n_bytes >= _MIN_BYTES and n_bytes % 8 == 0
+    return n_bytes >= CODE.constants["MIN_BYTES"] and n_bytes % 8 == 0
 
 
 def digest_rows(rows: np.ndarray) -> np.ndarray:
@@ -72,17 +71,15 @@ def mix_channels(samples: np.ndarray) -> tuple[np.ndarray, float, float, bool]:
     return mean, out[0], out[1], out[2] == 0
 
 # %% ../../nbs/audio/native.ipynb #90934970
-_ROWS_BUFFER = 1 << 20  # bytes; fits into the caches of a core
-
-
 def digest_file_rows(fd: int, offset: int, n: int, n_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute digests S32 and largest values of n rows of float16, of a size that `can_digest`, from an offset of a file.
+    """Compute digests S32 and largest values of n rows of float16 that `can_digest`, from an offset of a file.
 
     The largest value is that of the bits but the sign: 0x7C00 is infinity, above are NaN.
     Raises OSError, and EOFError if the file is too short.
     """
     words, largest = np.empty((n, 2), np.uint64), np.empty(n, np.int64)
-    buffer = np.empty((max(1, min(n, _ROWS_BUFFER // n_bytes)), n_bytes // 2), np.uint16)
+    # 1 MiB fits into the caches of a core
+    buffer = np.empty((max(1, min(n, (1 << 20) // n_bytes)), n_bytes // 2), np.uint16)
     outcome = _FUNCTIONS["digest_file_rows"](np.array([fd, offset], np.int64), buffer, words, largest)
     if outcome == CODE.constants["ENDED"]:
         raise EOFError("the file ends before the rows do")
@@ -103,7 +100,7 @@ def read_rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Read plain recordings into their rows; raises nothing but ValueError for arrays of other lengths.
 
-    Returns outcomes (READ, USE_FALLBACK or errno), ctimes in ns, and digests S32 where it was READ and `can_digest`.
+    Returns outcomes (READ, USE_FALLBACK or errno), ctimes in ns, and digests where READ and `can_digest`.
     """
     nothing = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0), np.uint16)
     return _read(paths, base, sizes, wanted, mtimes_ns, header, samples, len(samples), *nothing)[:3]
@@ -119,7 +116,7 @@ def read_and_compute(
     base: bytes = b"",
     sizes: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
-    """Read plain recordings and compute the row of each while its samples are in the caches; raises only ValueError.
+    """Read plain recordings and compute their rows while samples are in the caches; raises only ValueError.
 
     Returns what `read_rows` does, moments of READ recordings [n, 5] int64, and seconds of computing.
     """
@@ -128,8 +125,9 @@ def read_and_compute(
         found = f"{rows.dtype} {rows.shape}"
         raise ValueError(f"the rows are {found}, not contiguous float16 of {n_words} values each")
     words = rows.reshape(len(rows), n_words).view(np.uint16)
-    made = call.places, call.words, words
-    return _read(paths, base, sizes, wanted, mtimes_ns, header, samples, len(words), *made)
+    return _read(
+        paths, base, sizes, wanted, mtimes_ns, header, samples, len(words), call.places, call.words, words
+    )
 
 
 def _read(

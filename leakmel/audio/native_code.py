@@ -37,13 +37,6 @@ _PRIME64 = (
     0x85EBCA77C2B2AE63,
     0x27D4EB2F165667C5,
 )
-_START = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
-_AVALANCHE = 0x165667919E3779F9
-# bytes of the secret that the steps take
-_MIX_AT = 128
-_LAST_AT = 121
-_LOW_AT = 11
-_HIGH_AT = 117
 
 # %% ../../nbs/audio/native_code.ipynb #b38f9bb9
 _SUMS = ir.VectorType(WORD, 8)
@@ -78,14 +71,15 @@ def _merge_sums(builder: ir.IRBuilder, sums: Vector, at: int, start: ir.Value) -
             total,
             builder.xor(builder.trunc(product, WORD), builder.trunc(builder.lshr(product, _WIDE(64)), WORD)),
         )
-    total = builder.mul(builder.xor(total, builder.lshr(total, WORD(37))), WORD(_AVALANCHE))
+    total = builder.mul(builder.xor(total, builder.lshr(total, WORD(37))), WORD(0x165667919E3779F9))
     return builder.xor(total, builder.lshr(total, WORD(32)))
 
 # %% ../../nbs/audio/native_code.ipynb #b91ee5a7
 @emitted
 def write_digest(builder: ir.IRBuilder, data: ir.Value, n_bytes: ir.Value, out: ir.Value) -> None:
     "Write high and low word of the digest of more than 240 bytes, a multiple of 8, to an address."
-    kept = cgutils.alloca_once_value(builder, constant(_SUMS, _START))
+    start = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
+    kept = cgutils.alloca_once_value(builder, constant(_SUMS, start))
 
     def stripes(place: ir.Value, n: ir.Value) -> None:
         with cgutils.for_range(builder, n) as loop:
@@ -99,7 +93,7 @@ def write_digest(builder: ir.IRBuilder, data: ir.Value, n_bytes: ir.Value, out: 
     with cgutils.for_range(builder, n_blocks) as block:
         stripes(builder.add(data, builder.shl(block.index, WORD(10))), WORD(16))
         sums = Vector(builder, builder.load(kept))
-        builder.store(((sums ^ sums.high(47) ^ _secret(builder, _MIX_AT)) * _PRIME32[0]).value, kept)
+        builder.store(((sums ^ sums.high(47) ^ _secret(builder, 128)) * _PRIME32[0]).value, kept)
     stripes(
         builder.add(data, builder.shl(n_blocks, WORD(10))),
         builder.lshr(builder.and_(last, WORD(1023)), WORD(6)),
@@ -108,11 +102,11 @@ def write_digest(builder: ir.IRBuilder, data: ir.Value, n_bytes: ir.Value, out: 
         builder,
         Vector(builder, builder.load(kept)),
         builder.sub(builder.add(data, n_bytes), WORD(64)),
-        _secret(builder, _LAST_AT),
+        _secret(builder, 121),
     )
     high, low = (builder.mul(n_bytes, WORD(prime)) for prime in (_PRIME64[1], _PRIME64[0]))
     for i, word in enumerate(
-        (_merge_sums(builder, sums, _HIGH_AT, builder.not_(high)), _merge_sums(builder, sums, _LOW_AT, low))
+        (_merge_sums(builder, sums, 117, builder.not_(high)), _merge_sums(builder, sums, 11, low))
     ):
         builder.store(word, builder.inttoptr(moved(builder, out, 8 * i), WORD.as_pointer()))
 
@@ -144,8 +138,11 @@ def _pair_sums(x: Vector, y: Vector) -> Vector:
 def _reduced(x: Vector, how: str) -> ir.Value:
     "Reduce all lanes to one 64-bit integer: `add`, `smin` or `smax`."
     kind = x.value.type
-    name = f"llvm.vector.reduce.{how}.v{kind.count}i{kind.element.width}"
-    function = cgutils.get_or_insert_function(x.builder.module, ir.FunctionType(kind.element, [kind]), name)
+    function = cgutils.get_or_insert_function(
+        x.builder.module,
+        ir.FunctionType(kind.element, [kind]),
+        f"llvm.vector.reduce.{how}.v{kind.count}i{kind.element.width}",
+    )
     number = x.builder.call(function, [x.value])
     return number if kind.element == WORD else x.builder.sext(number, WORD)
 
@@ -186,8 +183,7 @@ def moments(
         x = rows[i]
         low, high, total, squares = np.int64(32_767), np.int64(-32_768), np.int64(0), np.int64(0)
         for start in range(0, len(x), _PART):
-            n = min(_PART, len(x) - start) // 64
-            _write_moments((address(x) + 2 * start, n, address(out[i])))
+            _write_moments((address(x) + 2 * start, min(_PART, len(x) - start) // 64, address(out[i])))
             low, high = min(low, out[i, 0]), max(high, out[i, 1])
             total += out[i, 2]
             squares += out[i, 3]
@@ -202,16 +198,9 @@ def moments(
                 out[i, 4] += x[k] == 32_767 or x[k] <= -32_767
 
 # %% ../../nbs/audio/native_code.ipynb #6e630005
-_LIBRARY = ctypes.CDLL(None)
-
-
-def declare_function(
-    name: str,
-    result: Any,  # numba's types
-    *arguments: Any,
-) -> Any:  # for functions that numba compiles; raises ImportError if the C library lacks it
-    "Declare a function of the C library."
-    if not hasattr(_LIBRARY, name):
+def declare_function(name: str, result: Any, *arguments: Any) -> Any:
+    "Declare a function of the C library by types of numba; raises ImportError if the library lacks it."
+    if not hasattr(ctypes.CDLL(None), name):
         raise ImportError(f"the C library has no {name}")
     return types.ExternalFunction(name, result(*arguments))
 
@@ -223,9 +212,8 @@ statx = declare_function("statx", types.int32, types.int32, types.intp, types.in
 fadvise = declare_function("posix_fadvise", types.int32, types.int32, types.int64, types.int64, types.int32)
 close = declare_function("close", types.int32, types.int32)
 clock_gettime = declare_function("clock_gettime", types.int32, types.int32, types.intp)
-errno_at = declare_function(
-    "__errno_location", types.intp
-)  # address of the error number of this thread's last failed call
+# address of the error number of this thread's last failed call
+errno_at = declare_function("__errno_location", types.intp)
 
 HERE = -100  # AT_FDCWD: paths are relative to the working folder of the process
 
@@ -246,8 +234,7 @@ def call_at(typing_context: Any, function: Any, result: Any, error: Any, words: 
 
     def codegen(context, builder, signature, args):
         place = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.IntType(32), [place] * 3)
-        called = builder.inttoptr(args[0], kind.as_pointer())
+        called = builder.inttoptr(args[0], ir.FunctionType(ir.IntType(32), [place] * 3).as_pointer())
         return builder.call(called, [builder.inttoptr(x, place) for x in args[1:]])
 
     return types.int32(function, result, error, words), codegen
@@ -327,7 +314,6 @@ def _digest_file_rows(place, buffer, digests, largest):
 # outcomes; from 1 up: errno of opening or reading
 READ = 0
 USE_FALLBACK = -1
-_OF_DESCRIPTOR = 0x1000  # AT_EMPTY_PATH
 _SIZE_TIMES = 0x200 | 0x80 | 0x40  # STATX_SIZE | STATX_CTIME | STATX_MTIME
 # where struct statx has them, in 64-bit words
 _SIZE = 40 // 8
@@ -436,15 +422,9 @@ def _may_have_stalled(x, least):
     return False
 
 
-_MONOTONIC = 1  # CLOCK_MONOTONIC
-# words of a bound call that hold addresses
-_RECORDING = 0
-_ROW = 3
-
-
 @njit(inline="always")
 def _now_ns(clock):
-    clock_gettime(_MONOTONIC, address(clock))
+    clock_gettime(1, address(clock))  # CLOCK_MONOTONIC
     return clock[0] * 1_000_000_000 + clock[1]
 
 
@@ -499,7 +479,7 @@ def _read_rows(
         got = _read_samples(fd, sizes[i], header, head, pieces)
         if got < 0:
             outcomes[i] = int32_at(errno_at())
-        elif got == n_row and statx(fd, nothing, _OF_DESCRIPTOR, _SIZE_TIMES, address(stat)) == 0:
+        elif got == n_row and statx(fd, nothing, 0x1000, _SIZE_TIMES, address(stat)) == 0:  # AT_EMPTY_PATH
             outcomes[i] = READ
         close(fd)
         if outcomes[i] == READ:
@@ -515,40 +495,37 @@ def _read_rows(
             if outcomes[i] == READ and len(places):
                 began_ns = _now_ns(clock)
                 moments(samples, sums[i : i + 1])
-                words[_RECORDING] = pieces[2]
-                words[_ROW] = address(rows[i])
+                # words of a bound call: the addresses of recording and row
+                words[0] = pieces[2]
+                words[3] = address(rows[i])
                 status = call_at(places[0], places[1], places[2], places[3])
                 if status != DONE[0] and status != DONE[1]:
                     outcomes[i] = USE_FALLBACK  # computed again, where the error is reported
                 clock[2] += _now_ns(clock) - began_ns
 
 # %% ../../nbs/audio/native_code.ipynb #6e63000f
-_NO_FOLLOW = 0x100  # AT_SYMLINK_NOFOLLOW
 _KIND_SIZE_TIMES = 0x1 | 0x2 | _SIZE_TIMES  # STATX_TYPE | STATX_MODE, and those
-_MODE = 24 // 8  # the word of struct statx that has it in its upper half
 
 
 @compiled("void(i8[::1], u1[::1], i8[::1], i8[::1], i8[:, ::1])")
 def _stat_files(folder, paths, starts, words, out):
     for i in range(len(starts)):
         name = address(paths) + starts[i]
-        if statx(np.int32(folder[0]), name, _NO_FOLLOW, _KIND_SIZE_TIMES, address(words)) == 0:
-            out[i, 0] = (words[_MODE] >> 32) & 0o170000
+        # AT_SYMLINK_NOFOLLOW
+        if statx(np.int32(folder[0]), name, 0x100, _KIND_SIZE_TIMES, address(words)) == 0:
+            out[i, 0] = (words[24 // 8] >> 32) & 0o170000  # the mode is in the upper half
             out[i, 1] = words[_SIZE]
             out[i, 2] = _time_ns(words, _MTIME)
             out[i, 3] = _time_ns(words, _CTIME)
 
 # %% ../../nbs/audio/native_code.ipynb #6e630010
-_WILL_NEED = 3  # POSIX_FADV_WILLNEED
-
-
 @compiled("i8(u1[::1], i8[::1], i8[::1])")
 def _prefetch_files(paths, starts, sizes):
     n_accepted = 0
     for i in range(len(starts)):
         fd = openat(HERE, address(paths) + starts[i], OPEN_FLAGS, 0)
         if fd >= 0:
-            n_accepted += fadvise(fd, 0, sizes[i], _WILL_NEED) == 0
+            n_accepted += fadvise(fd, 0, sizes[i], 3) == 0  # POSIX_FADV_WILLNEED
             close(fd)
     return n_accepted
 

@@ -145,22 +145,30 @@ def name_problems(
 
 
 def twin_problems(names: Iterable[str], what: str = "labels") -> Iterator[Problem]:
-    "Find names that differ only in case, or in what a reader cannot see; others than labels are grouped by `text_key`."
+    "Find names that differ only in case, or unseen; others than labels are grouped by `text_key`."
     seen: dict[str, str] = {}
     for name in dict.fromkeys(names):
         key = text_key(name)
         twin = seen.setdefault(key.casefold(), name)
         if twin == name:
             continue
-        effect = f"count as two {'classes' if what == 'labels' else what}"
-        if what != "labels" and text_key(twin) == key:
-            effect = "are grouped as one"
+        are_one = what != "labels" and text_key(twin) == key
+        effect = (
+            "are grouped as one" if are_one else f"count as two {'classes' if what == 'labels' else what}"
+        )
         if twin.casefold() != name.casefold():
-            message = f"the {what} differ only in blanks, invisible characters or accents (NFC, NFD) and {effect}: give them one name"
-            yield Problem("look_alikes", f"{twin!a}, {name!a}", message)
+            differ = "in blanks, invisible characters or accents (NFC, NFD)"
+            yield Problem(
+                "look_alikes",
+                f"{twin!a}, {name!a}",
+                f"the {what} differ only {differ} and {effect}: give them one name",
+            )
         else:
-            message = f"the {what} differ only in case and {effect}"
-            yield Problem("case_twins", f"{show_path(twin)}, {show_path(name)}", message)
+            yield Problem(
+                "case_twins",
+                f"{show_path(twin)}, {show_path(name)}",
+                f"the {what} differ only in case and {effect}",
+            )
 
 
 def label_problems(
@@ -168,17 +176,17 @@ def label_problems(
 ) -> Iterator[Problem]:
     """Find labels that differ only in case or in what cannot be seen, and labels without recordings.
 
-    `label_ids`: of each split its folder below the root, or its name, and the numbers of its recordings' labels.
+    `label_ids`: of each split its folder, or its name, and the numbers of its recordings' labels.
     """
     yield from twin_problems(label_names)
     for place, ids in label_ids:
-        for i in sorted(set(range(len(label_names))).difference(ids.tolist())):
-            where = show_place(place, label_names[i])
-            yield Problem("empty_label", where, "the split has no recording of this label")
+        for i in np.setdiff1d(np.arange(len(label_names)), ids).tolist():
+            yield Problem(
+                "empty_label", show_place(place, label_names[i]), "the split has no recording of this label"
+            )
 
 # %% ../../nbs/audio/problems.ipynb #4bd4b4cf
 ALWAYS_SHOWN = ("label_tied", "dead_sensor", "duplicate_labels", "empty_label")
-MAX_PER_KIND = 100
 
 
 class ProblemReport:
@@ -200,7 +208,7 @@ class ProblemReport:
         self.given = dict.fromkeys(found, 0)
         for k, kind in enumerate(sorted(found, key=lambda kind: len(found[kind])) if left > 0 else ()):
             share = max(1, left // (len(found) - k))  # what a rare kind leaves is for the others
-            self.given[kind] = min(len(found[kind]), max(MAX_PER_KIND * (kind in ALWAYS_SHOWN), share))
+            self.given[kind] = min(len(found[kind]), max(100 * (kind in ALWAYS_SHOWN), share))
             left -= self.given[kind]
         self.more = n_all - sum(self.given.values())  # problems that are not shown
 
@@ -265,8 +273,6 @@ class Columns:
 # %% ../../nbs/audio/problems.ipynb #d69e3bdf
 CLIPPED_SHARE = 0.01  # of the samples at full scale
 DC_OFFSET = 0.01  # of full scale
-FLOAT_PEAK = 2.0  # of float samples; a recorder or a filter may exceed 1 a little
-_SHOWN = ("sample_rate", "duration_s", "channels", "n_samples", "clipped_share", "dc_offset")
 _MESSAGES = {
     "other_rate": "the sample rate is {sample_rate} Hz; {n_rate:,} of {n:,} recordings have {rate} Hz",
     "other_length": "the length is {duration_s:.6g} s; {n_length:,} of {n:,} recordings have {length:.6g} s",
@@ -295,7 +301,9 @@ def _odd_recordings(c: Columns) -> Iterator[Problem]:
     common = {"n": len(c), "rate": rate, "n_rate": n_rate, "length": length, "n_length": n_length}
     is_clipped = c.clipped_share >= CLIPPED_SHARE
     peak = np.zeros(len(c)) if c.peak is None else c.peak
-    is_integer = is_clipped & np.strings.startswith(c.encoding, b"float") & (peak > FLOAT_PEAK)
+    is_integer = (
+        is_clipped & np.strings.startswith(c.encoding, b"float") & (peak > 2)
+    )  # more than a filter adds
     found = {
         "other_rate": c.sample_rate != rate,
         "other_length": np.abs(c.duration_s - length) * rate >= 0.5,  # samples
@@ -309,21 +317,24 @@ def _odd_recordings(c: Columns) -> Iterator[Problem]:
     }
     for kind, is_found in found.items():
         text = _MESSAGES.get(kind, "")
-        shown = {name: getattr(c, name) for name in _SHOWN if f"{{{name}" in text}
+        shown = {
+            name: getattr(c, name)
+            for name in ("sample_rate", "duration_s", "channels", "n_samples", "clipped_share", "dc_offset")
+            if f"{{{name}" in text
+        }
         for i in np.flatnonzero(is_found).tolist():
             message = text.format(**common, **{name: values[i].item() for name, values in shown.items()})
-            message = message or conform.integer_scale(float(peak[i]))
+            message = message.replace("%", " %") or conform.integer_scale(float(peak[i]))
             yield Problem("stereo" if kind == "same_channels" else kind, c.show(i), message)
 
 # %% ../../nbs/audio/problems.ipynb #81b1af96
 DEAD_FILES = 3  # recordings of a sensor, at the least
-DEAD_RMS = 2 * conform.LSB  # of full scale
 
 
 def _dead_sensors(c: Columns) -> Iterator[Problem]:
     "Find sensors that never recorded a signal."
     variance = np.square(10 ** (c.rms_db.astype(np.float64) / 20)) - np.square(c.dc_offset.astype(np.float64))
-    dead = c.silent | (c.encoding == b"pcm16") & (variance <= DEAD_RMS**2 * 1.001)  # levels have seven digits
+    dead = c.silent | (c.encoding == b"pcm16") & (variance <= (2 * conform.LSB) ** 2 * 1.001)  # seven digits
     names, sensor, counts = np.unique(c.sensor, return_inverse=True, return_counts=True)
     n_dead = np.bincount(sensor, dead, minlength=len(names))
     for k in np.flatnonzero((n_dead == counts) & (counts >= DEAD_FILES) & (names != b"")).tolist():
@@ -364,8 +375,6 @@ def _duplicates(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]
 # %% ../../nbs/audio/problems.ipynb #abf17a43
 TIED_FILES = 10  # recordings with a value, or of a label, at the least
 TIED_SHARE = 0.95  # of them under one label; of pairs in which the label has the larger number
-TIED_DOUBT = 0.5  # of the share of other labels in the whole set
-MAX_CHANCE = 1e-6
 
 
 def _divergence(q: float, p: float) -> float:
@@ -373,9 +382,9 @@ def _divergence(q: float, p: float) -> float:
 
 
 def tied_values(values: np.ndarray, label_id: np.ndarray) -> Iterator[tuple[object, int, int, int, float]]:
-    """Find values [B] of a property that predict one label much better than the label shares of the whole set.
+    """Find values [B] of a property that predict one label much better than the shares of the whole set.
 
-    Yields value, label, recordings with both, recordings with the value, and share of the label in the whole set.
+    Yields value, label, recordings with both, recordings with the value, share of the label in the set.
     """
     found, code, counts = np.unique(values, return_inverse=True, return_counts=True)
     n_labels = int(label_id.max(initial=0)) + 1
@@ -389,15 +398,15 @@ def tied_values(values: np.ndarray, label_id: np.ndarray) -> Iterator[tuple[obje
         rest = len(values) - n
         q = row[label] / n
         p = whole[label] / len(values)
-        if q < TIED_SHARE or rest == 0 or 1 - q > TIED_DOUBT * (1 - p):
+        if q < TIED_SHARE or rest == 0 or 1 - q > 0.5 * (1 - p):
             continue
         chance = -n * _divergence(q, p) - rest * _divergence((whole[label] - row[label]) / rest, p)
-        if chance < math.log(MAX_CHANCE):
+        if chance < math.log(1e-6):
             yield value, label, int(row[label]), n, float(p)
 
 # %% ../../nbs/audio/problems.ipynb #feb2766a
 def label_auc(values: np.ndarray, label_id: np.ndarray) -> np.ndarray:
-    """Return for each label the area under the ROC curve of numbers [B]; NaN for a label that none or all have.
+    """Return for each label the area under the ROC curve of numbers; NaN for a label that none or all have.
 
     This is the share of pairs in which the recording with the label has the larger number; ties count half.
     """
@@ -426,8 +435,15 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
             message = f"{name}: {n_both:,} of the {n:,} recordings with {shown}{unit} have this label, "
             message += f"which {100 * share:.0f} % of all recordings have; {_RECORDER}"
             yield Problem("label_tied", show_path(c.labels[label]), message)
-    level = "a detector may learn the level alone: check that gain and recorder are the same for all labels"
-    numbers = [("level", "louder", "quieter", c.rms_db, level)]
+    numbers = [
+        (
+            "level",
+            "louder",
+            "quieter",
+            c.rms_db,
+            "a detector may learn the level alone: check that gain and recorder are the same for all labels",
+        )
+    ]
     if "length" not in tied and (c.duration_s != c.duration_s[0]).any():
         numbers.append(("length", "longer", "shorter", c.duration_s, _RECORDER))
     counts = np.bincount(c.label_id)
@@ -437,8 +453,11 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
         labels = np.flatnonzero(enough & ((shares >= TIED_SHARE) | (shares <= 1 - TIED_SHARE)))
         for k in labels[:1] if np.count_nonzero(counts) == 2 else labels:  # of two, the other says the same
             share, word = max((shares[k], more), (1 - shares[k], less))
-            message = f"{name}: in {100 * share:.1f} % of the pairs the recording with this label is {word}; {danger}"
-            yield Problem("label_tied", show_path(c.labels[k]), message)
+            yield Problem(
+                "label_tied",
+                show_path(c.labels[k]),
+                f"{name}: in {100 * share:.1f} % of the pairs the recording with this label is {word}; {danger}",
+            )
 
 # %% ../../nbs/audio/problems.ipynb #a6a6822b
 def content_problems(columns: Columns, *, before: Sequence[Columns] = ()) -> Iterator[Problem]:
@@ -484,7 +503,7 @@ FILES_PER_TASK = 16  # small, so that progress is smooth and Ctrl-C does not wai
 def read_content(
     listings: Sequence["Listing"], *, progress: str = "auto"
 ) -> "tuple[pd.DataFrame, list[Problem]]":
-    """Read the facts of all listed recordings, and a problem for each that cannot become a row; raises MachineError.
+    """Read the facts of all recordings, and a problem for each that cannot become a row; raises MachineError.
 
     The table has a row per recording in the order of the listings, with CONTENT_COLUMNS.
     """
@@ -517,12 +536,19 @@ def read_content(
                 LocalCopies(x.folder) as copies,
                 concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool,
             ):
-                read = functools.partial(read_block, x, copies, end - len(x))
                 # an error cancels the blocks that have not begun
-                for n in pool.map(read, range(0, len(x), FILES_PER_TASK)):
+                for n in pool.map(
+                    functools.partial(read_block, x, copies, end - len(x)), range(0, len(x), FILES_PER_TASK)
+                ):
                     bar.add(n)
-    splits, paths = [x.split for x, _ in files], text_column(os.fsdecode(x.paths[k]) for x, k in files)
-    table = pd.DataFrame({"split": splits, "path": paths, "code": code, "message": message})
+    table = pd.DataFrame(
+        {
+            "split": [x.split for x, _ in files],
+            "path": text_column(os.fsdecode(x.paths[k]) for x, k in files),
+            "code": code,
+            "message": message,
+        }
+    )
     kinds: dict[str, Any] = {"i": "Int64", "b": "boolean", "f": "float32"}
     for name in FACTS.names or ():  # numbers of files that could not be read are missing, texts are empty
         column = pd.Series(facts[name])
@@ -551,5 +577,11 @@ def content_columns(
         facts[name] = (
             np.array([os.fsencode(v) for v in values], "S") if is_text else values.to_numpy(FACTS[name])
         )
-    places, label_id = tuple(x.place for x in listings), label_id[good].astype(np.int64)
-    return Columns(places, tuple(label_names), split_id, label_id, [paths[i] for i in good], **facts)
+    return Columns(
+        tuple(x.place for x in listings),
+        tuple(label_names),
+        split_id,
+        label_id[good].astype(np.int64),
+        [paths[i] for i in good],
+        **facts,
+    )

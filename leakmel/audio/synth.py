@@ -34,13 +34,13 @@ def from_db(db: Any) -> Any:
 
 
 def resonance(f_hz: float, q: float) -> np.ndarray:
-    "Return the power response of a resonator over the shape grid, 1 at the peak; q is f_hz over the width at half power."
+    "Return the power response of a resonator, 1 at the peak; q: f_hz over the width at half power."
     detune = GRID_HZ / np.float32(f_hz) - np.float32(f_hz) / np.maximum(GRID_HZ, np.float32(0.4))
     return 1 / (1 + np.float32(q * q) * detune * detune)
 
 
 def bump(f_hz: float, octaves: float) -> np.ndarray:
-    "Return a broad band of noise: a bell curve over the logarithm of the frequency, 1 at the centre, of a half width."
+    "Return a broad band of noise: a bell curve over the logarithm of the frequency, of a half width."
     z = (_OCTAVES - np.float32(np.log2(f_hz))) / np.float32(octaves)
     return np.exp(np.float32(-0.5) * z * z)
 
@@ -51,14 +51,14 @@ def unit_power(shape: np.ndarray) -> np.ndarray:
 
 # %% ../../nbs/audio/synth.ipynb #73a3125a
 def random_bins(amplitude: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    "Draw independent random bins of mean zero, complex64 [K]; amplitude: root of the mean square of their parts."
+    "Draw random bins of mean zero, complex64 [K]; amplitude: root of the mean square of their parts."
     parts = rng.random(2 * len(amplitude), dtype=np.float32) - np.float32(0.5)
     parts *= np.float32(np.sqrt(12))  # mean square 1
     return parts.view(np.complex64) * amplitude
 
 
 def noise_bins(power: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    "Draw the spectrum of Gaussian noise, complex64 [F] for irfft; the sum of its power [G] times 8 is its mean square."
+    "Draw the spectrum of Gaussian noise, complex64 [F] for irfft, with a power spectrum [G]."
     return random_bins(np.repeat(np.sqrt(power) * np.float32(N_SAMPLES / 2), _SPREAD)[:N_BINS], rng)
 
 # %% ../../nbs/audio/synth.ipynb #1b31b9bd
@@ -66,7 +66,7 @@ N_SENSORS = 40
 
 
 def stream(seed: int, *key: int) -> np.random.Generator:
-    "Return an independent random generator for each purpose and index (the key) of a set, whatever the order of work."
+    "Return an independent random generator for each purpose and index, the key, in any order of work."
     return np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed, spawn_key=key)))
 
 
@@ -109,12 +109,12 @@ def make_sensor(index: int, seed: int = 0) -> SimpleNamespace:
     sensor.colour = colour.astype(np.float32)
     sensor.modes = np.stack([resonance(f, sensor.pipe_q) for f in sensor.pipe_hz])  # [12, G]
     flow = sensor.colour * from_db(-7 * np.maximum(_OCTAVES - 6, 0)) + np.float32(1e-4) * sensor.colour
-    sensor.flow, sensor.floor = unit_power(flow), unit_power(np.ones_like(GRID_HZ))  # power 1
+    sensor.flow = unit_power(flow)
+    sensor.floor = unit_power(np.ones_like(GRID_HZ))
     return sensor
 
 # %% ../../nbs/audio/synth.ipynb #eb8818b0
 LABELS = ("LEAK", "NOLEAK")
-_LOUD_DB = -12.0  # re full scale; noise of this level reaches full scale in about one of 15,000 samples
 
 
 def draw_scene(sensor: SimpleNamespace, label: str, rng: np.random.Generator) -> SimpleNamespace:
@@ -146,13 +146,14 @@ def draw_scene(sensor: SimpleNamespace, label: str, rng: np.random.Generator) ->
         tap_span_s=(opened_s, opened_s + rng.uniform(1, 6)),
     )
     power = sum(from_db(db) for db in (scene.flow_db, scene.leak_db, scene.tap_db) if db is not None)
-    if sensor.level_db + 20 * np.log10(scene.gain / sensor.gain) + 10 * np.log10(power) > _LOUD_DB:
+    # noise of -12 dB re full scale reaches full scale in about one of 15,000 samples
+    if sensor.level_db + 20 * np.log10(scene.gain / sensor.gain) + 10 * np.log10(power) > -12:
         scene.gain //= 2
     return scene
 
 # %% ../../nbs/audio/synth.ipynb #81072225
 def hiss_power(sensor: SimpleNamespace, f_hz: float, octaves: float, place: float) -> np.ndarray:
-    "Return the power spectrum, power 1, of water that escapes at a place on the pipe, 0 to 0.5 of its length."
+    "Return the spectrum, power 1, of water that escapes at a place on the pipe, 0 to 0.5 of its length."
     weights = np.sin(np.pi * place * np.arange(1, 13)).astype(np.float32) ** 2  # of the modes
     # not BLAS: its threads may change the order of the sum
     rings = np.einsum("k,kg->g", weights, sensor.modes)
@@ -248,15 +249,12 @@ def split_counts(n_files: int) -> dict[str, int]:
 
 
 def split_sensors(n_files: int) -> dict[str, range]:
-    "Distribute numbers of sensors over the splits, none in two; a larger set has one for 30 recordings, up to 400."
+    "Distribute sensors over the splits, none in two; a larger set has one for 30 recordings, up to 400."
     n = max(N_SENSORS, min(n_files // 30, 400))
     ends = [0, round(0.6 * n), round(0.75 * n), n]
     return {split: range(*part) for split, part in zip(SPLIT_SIZES, zip(ends, ends[1:]))}
 
 # %% ../../nbs/audio/synth.ipynb #c970e3a4
-_PER_NIGHT = 12
-
-
 @dataclass(frozen=True)
 class PlannedRecording:
     "A recording that is planned but not yet computed."
@@ -269,7 +267,7 @@ class PlannedRecording:
 
     def path(self, gain: int, recording: str | None = None) -> str:
         "Path below the root of the set."
-        night, turn = divmod(self.turn, _PER_NIGHT)
+        night, turn = divmod(self.turn, 12)
         at = datetime.datetime(2021, 3, 1) + datetime.timedelta(
             days=night, minutes=20 * turn, seconds=self.index * 7 % 60
         )
@@ -300,7 +298,7 @@ def plan_set(n_files: int, seed: int = 0) -> list[PlannedRecording]:
 
 # %% ../../nbs/audio/synth.ipynb #2bb96851
 def render_planned(planned: PlannedRecording, seed: int = 0) -> tuple[str, np.ndarray]:
-    "Compute path below the root and samples of a planned recording; they depend only on the set's seed and its index."
+    "Compute path below the root and samples of a planned recording, from the set's seed and its index."
     rng = stream(seed, 1, planned.index)
     scene = draw_scene(planned.sensor, planned.label, rng)
     return planned.path(scene.gain), render(planned.sensor, scene, rng)
@@ -337,17 +335,26 @@ def plan_faults(plan: list[PlannedRecording], seed: int = 0) -> list[tuple[str, 
         "float samples with a NaN": head + floats,
     }
     original, first = render_planned(host, seed)
-    in_testing = host.path(gain, "F12").replace("TRAINING", "TESTING", 1)
     split, _, name = host.path(gain, "F13").split("/")
-    odd = host.path(gain, "F14").replace(host.sensor.name, "Schacht Süd 3 – Straße")
-    dry = np.rint(fresh(10) * 0.01).astype(np.int16)
     return [
         *((host.path(gain, f"F{i:02d}"), what, body) for i, (what, body) in enumerate(contents.items())),
-        (host.path(1, "F10"), "gain 1: the hydrophone was not in the water", wav_bytes(dry)),
+        (
+            host.path(1, "F10"),
+            "gain 1: the hydrophone was not in the water",
+            wav_bytes(np.rint(fresh(10) * 0.01).astype(np.int16)),
+        ),
         (host.path(gain, "F11"), f"same content as {original}", wav_bytes(first)),
-        (in_testing, f"same content as {original}, in another split", wav_bytes(first)),
+        (
+            host.path(gain, "F12").replace("TRAINING", "TESTING", 1),
+            f"same content as {original}, in another split",
+            wav_bytes(first),
+        ),
         (f"{split}/{name}", "directly under the split, without a label", wav_bytes(fresh(13))),
-        (odd, "name with blanks and non-ASCII letters", wav_bytes(fresh(14))),
+        (
+            host.path(gain, "F14").replace(host.sensor.name, "Schacht Süd 3 – Straße"),
+            "name with blanks and non-ASCII letters",
+            wav_bytes(fresh(14)),
+        ),
     ]
 
 # %% ../../nbs/audio/synth.ipynb #b8945d08
@@ -421,5 +428,11 @@ def write_demo(
         split, *label_folder, _ = path.split("/")
         splits[split]["".join(label_folder)] += 1
     seconds = time.perf_counter() - start_s
-    faulty = tuple((path, what) for path, what, _ in planted)
-    return DemoSummary(root, n_files + len(planted), n_bytes, seconds, splits, faulty)
+    return DemoSummary(
+        root,
+        n_files + len(planted),
+        n_bytes,
+        seconds,
+        splits,
+        tuple((path, what) for path, what, _ in planted),
+    )

@@ -45,12 +45,14 @@ class NameTable:
 
     def rows_of(self, split: str) -> list[int]:
         "Row numbers of a split, in the order of the bytes of their paths."
-        numbers = (i for i in range(len(self.paths)) if self.splits is None or self.splits[i] == split)
-        return sorted(numbers, key=self.paths.__getitem__)
+        return sorted(
+            (i for i in range(len(self.paths)) if self.splits is None or self.splits[i] == split),
+            key=self.paths.__getitem__,
+        )
 
 
 def table_columns(columns: Mapping[str, str] | str | None) -> dict[str, str]:
-    """Check which columns of a table are used, for example {"sensor": "pipe"}, or "sensor=pipe,recording=file".
+    """Check which columns of a table are used: {"sensor": "pipe"}, or "sensor=pipe,recording=file".
 
     Returns the name in the table of names of TABLE_COLUMNS. Raises UsageError.
     """
@@ -134,10 +136,14 @@ def read_table_bytes(file: Path) -> bytes:  # raises DataError
 def require_same_table(
     file: Path | None, digest: str, remedy: str = "scan the folder again, then build"
 ) -> None:
-    "Check that a table has still the digest that it had when it was read, where both are known; raises DataError."
+    "Check that a table still has the digest that it had when it was read; raises DataError."
     if file is not None and digest and digest_of(read_table_bytes(file)) != digest:
-        message = "the table of labels was changed since it was read"
-        raise DataError(message, code="table-changed", path=file, remedy=remedy)
+        raise DataError(
+            "the table of labels was changed since it was read",
+            code="table-changed",
+            path=file,
+            remedy=remedy,
+        )
 
 
 def _encoding(data: bytes) -> str:
@@ -145,7 +151,7 @@ def _encoding(data: bytes) -> str:
 
 
 def decode_text(data: bytes, file: Path) -> str:
-    "Decode a text file that a person or a program saved; raises DataError for what is neither UTF-8 nor UTF-16."
+    "Decode a file that a person or a program saved; raises DataError if it is neither UTF-8 nor UTF-16."
     try:
         text = data.decode(_encoding(data))
     except UnicodeDecodeError as e:
@@ -212,9 +218,6 @@ class CsvTable:
         return self.rows({name: i for i, name in enumerate(columns)}, len(columns) if whole else 0)
 
 # %% ../../nbs/audio/tables.ipynb #5a1e0b02
-_SEP = re.compile(r'"?sep=([^"\r\n])"?[,;\t]*(?:\r\n?|\n)', re.IGNORECASE)
-
-
 def _lines(file: Path, rows: Any, line: int) -> Iterator[tuple[int, list[str]]]:
     "Yield the rows of a `csv.reader` that are not blank; its first line is `line`."
     first = line
@@ -224,8 +227,14 @@ def _lines(file: Path, rows: Any, line: int) -> Iterator[tuple[int, list[str]]]:
                 yield line, cells
             line = rows.line_num + first
     except csv.Error as e:
-        remedy = 'put a cell with a quote, a line break or the delimiter into "quotes", and double each quote in it'
-        raise row_error(file, line, f"the text is not valid CSV ({e})", remedy=remedy) from e
+        raise row_error(
+            file,
+            line,
+            f"the text is not valid CSV ({e})",
+            remedy=(
+                'put a cell with a quote, a line break or the delimiter into "quotes", and double each quote in it'
+            ),
+        ) from e
 
 
 def csv_table(file: Path, text: str, names: Collection[str] = ()) -> CsvTable:
@@ -233,7 +242,7 @@ def csv_table(file: Path, text: str, names: Collection[str] = ()) -> CsvTable:
 
     The delimiter is found by names of columns, besides those of a table of recordings.
     """
-    sep = _SEP.match(text)
+    sep = re.match(r'"?sep=([^"\r\n])"?[,;\t]*(?:\r\n?|\n)', text, re.IGNORECASE)
     lines = io.StringIO(text[sep.end() :] if sep else text, newline="")
     head = next((line for line in lines if line.strip(',;" \t\r\n\xa0')), "")
     lines.seek(0)
@@ -248,14 +257,13 @@ def csv_table(file: Path, text: str, names: Collection[str] = ()) -> CsvTable:
 
 
 def has_columns(file: BinaryIO, columns: Sequence[str]) -> bool:
-    "Return whether a table begins with columns, as leakmel wrote or a spreadsheet saved it; raises DataError for no table."
+    "Return whether a table, of leakmel or a spreadsheet, begins with columns; raises DataError for no table."
     data = file.read(4096)
     found = csv_table(Path(), data.decode(_encoding(data), "ignore"), columns).columns
     return found[: len(columns)] == list(columns)
 
 # %% ../../nbs/audio/tables.ipynb #5a1e0b05
 _NUMBER = re.compile(r"[-+]?(?:\d+[.,]?\d*|[.,]\d+)(?:[eE][-+]?\d+)?", re.ASCII)
-_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}", re.ASCII)
 _DATE = re.compile(r"^(?:(\d{1,2})\.(\d{1,2})\.(\d{4})|(\d{4})/(\d{1,2})/(\d{1,2}))(?!\d)", re.ASCII)
 
 
@@ -263,7 +271,7 @@ def table_number(text: str, delimiter: str = "") -> float:
     "Read a number with a decimal point or a decimal comma, of a table with a delimiter; raises ValueError."
     text = text.strip()
     value = float(text.replace(",", ".")) if _NUMBER.fullmatch(text) else math.nan
-    if not abs(value) < 3e38 or (delimiter == "," and _THOUSANDS.fullmatch(text)):
+    if not abs(value) < 3e38 or (delimiter == "," and re.fullmatch(r"[-+]?[1-9][0-9]{0,2},[0-9]{3}", text)):
         raise ValueError(f"{text[:80]!r} is not a number")
     return value
 
@@ -358,9 +366,9 @@ def read_table(
 
 # %% ../../nbs/audio/tables.ipynb #589b2781
 def paths_below_root(table: NameTable, known: Collection[bytes]) -> NameTable:
-    """Complete paths that are relative to the folder of their split, and find those that differ only in what cannot be seen.
+    """Complete paths relative to the folder of their split, and find those that differ only in what is not seen.
 
-    `known` are the paths of recordings in the data folder. Raises DataError if two rows name the same recording.
+    `known` are paths in the data folder. Raises DataError if two rows name the same recording.
     """
     if all(path in known for path in table.paths):
         return table
@@ -388,9 +396,13 @@ def missing_files(missing: Sequence[bytes], n_rows: int, root: Path) -> Iterator
     "Yield the problems of paths that do not exist, of so many rows of a table that were checked."
     if missing and len(missing) == n_rows:
         others = f"this file and {how_many(n_rows - 1, 'other')} of the table do not exist"
-        message = f"paths are relative to {show_path(root)}, where {others}"
-        yield Problem("wrong_root", show_path(missing[0]), message)
+        yield Problem(
+            "wrong_root", show_path(missing[0]), f"paths are relative to {show_path(root)}, where {others}"
+        )
     for path in missing:
         hint = 'write "/" between folders' if b"\\" in path else "upper and lower case count"
-        message = f"the table names this file, but the data folder does not contain it; {hint}"
-        yield Problem("missing_file", show_path(path), message)
+        yield Problem(
+            "missing_file",
+            show_path(path),
+            f"the table names this file, but the data folder does not contain it; {hint}",
+        )

@@ -37,8 +37,9 @@ def read_error(error: OSError, path: str | bytes) -> RecordingError | MachineErr
             remedy=f"{remedy}; no recording was rejected because of this fault",
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-        message = f"the file was there when listed and is not there now ({name})"
-        return RecordingError("changed", message, path=path)
+        return RecordingError(
+            "changed", f"the file was there when listed and is not there now ({name})", path=path
+        )
     remedy = explain(error, path)[1]
     return RecordingError("unreadable", f"the file cannot be read ({name})", path=path, remedy=remedy)
 
@@ -93,7 +94,6 @@ MAX_CHANNELS = 64
 MAX_SAMPLE_BYTES = 1 << 32  # of a recording, in the file or decoded
 STREAMED = 0xFFFFFFFF  # the data size of a writer that could not seek back
 _EXTENSIBLE = 0xFFFE
-_TAGS = {1: "pcm", 3: "float", 6: "alaw", 7: "ulaw"}  # the formats that are read
 _BITS = {"pcm": range(1, 33), "float": (32, 64)}
 # names of some formats that are not read
 _CODED = {2: "Microsoft ADPCM", 17: "IMA ADPCM", 49: "GSM 6.10", 80: "MPEG", 85: "MP3", 255: "AAC"}
@@ -125,7 +125,7 @@ def _fmt_fields(body: bytes, order: str, at: int) -> tuple[str, int, int, int, i
         plain, *middle = struct.unpack(order + "IHH", body[24:32])
         if middle == [0, 16] and body[32:40] == bytes.fromhex("800000aa00389b71"):  # a plain format tag
             tag = plain
-    kind = _TAGS.get(tag, "")
+    kind = {1: "pcm", 3: "float", 6: "alaw", 7: "ulaw"}.get(tag, "")  # the formats that are read
     wanted = channels * (
         -(-bits // 8) if kind in _BITS else 1
     )  # 24 bits in 4 bytes would be decoded to noise
@@ -173,8 +173,11 @@ def _chunks(read: Callable[[int, int], bytes], container: str) -> Iterator[tuple
             if data64 is None:
                 raise RecordingError("not_wav", "an RF64 file without a ds64 chunk", offset=at)
             if size not in (STREAMED, data64):
-                message = f"{size} bytes of samples by the data chunk, {data64} by the ds64 chunk"
-                raise RecordingError("not_wav", message, offset=at + 4)
+                raise RecordingError(
+                    "not_wav",
+                    f"{size} bytes of samples by the data chunk, {data64} by the ds64 chunk",
+                    offset=at + 4,
+                )
             size = data64
         yield name, size, at
         at += 8 + size + (size & 1)
@@ -186,13 +189,15 @@ def _data_size(claimed: int, start: int, n_file: int, may_stream: bool) -> int:
     "Return the bytes of samples from the header's claim and the file's size."
     n_left = n_file - start
     if claimed == 0:
-        message = "the data chunk says 0 bytes: the recorder never finished its header"
-        raise RecordingError("empty", message, offset=start - 4)
+        raise RecordingError(
+            "empty", "the data chunk says 0 bytes: the recorder never finished its header", offset=start - 4
+        )
     if claimed == STREAMED and may_stream:
         return n_left
     if claimed > n_left:
-        message = f"the data chunk ends after {n_left} of {claimed} bytes"
-        raise RecordingError("truncated", message, offset=n_file)
+        raise RecordingError(
+            "truncated", f"the data chunk ends after {n_left} of {claimed} bytes", offset=n_file
+        )
     return claimed
 
 
@@ -238,28 +243,32 @@ def parse_header(fd: int, n_file: int) -> WavHeader:
             body = read(min(claimed, 64), at + 8)
             seen[name] = at + 8, body
         if name == b"fmt " and len(body) < 16:
-            message = f"format chunk of {len(body)} bytes, at least 16 are needed"
-            raise RecordingError("not_wav", message, offset=at + 8)
+            raise RecordingError(
+                "not_wav", f"format chunk of {len(body)} bytes, at least 16 are needed", offset=at + 8
+            )
         if name != b"data":
             continue
         if b"fmt " not in seen:
             raise RecordingError("not_wav", "samples before a format chunk", offset=at)
         fmt_start, fmt = seen[b"fmt "]
-        order = ">" if container == "RIFX" else "<"
-        encoding, channels, rate, align, bits = _fmt_fields(fmt, order, fmt_start)
+        encoding, channels, rate, align, bits = _fmt_fields(
+            fmt, ">" if container == "RIFX" else "<", fmt_start
+        )
         start = at + 8
         size = _data_size(claimed, start, n_file, container != "RF64")
         if start + size == n_file:
             fitting = n_file
             break  # nothing behind; a streamed file may be larger than its size field can say
     if not start:
-        offset = min(max(end, 12), n_file)
-        raise RecordingError("not_wav", "the chunks end, and there is no data chunk", offset=offset)
+        raise RecordingError(
+            "not_wav", "the chunks end, and there is no data chunk", offset=min(max(end, 12), n_file)
+        )
     # 16-bit samples stay as they are, others become float32
     n_bytes = max(size, 4 * channels * (size // align) if encoding != "pcm16" and align else 0)
     if n_bytes > MAX_SAMPLE_BYTES:
-        message = f"{n_bytes} bytes of samples, at most {MAX_SAMPLE_BYTES} are read"
-        raise RecordingError("unsupported", message, offset=start)
+        raise RecordingError(
+            "unsupported", f"{n_bytes} bytes of samples, at most {MAX_SAMPLE_BYTES} are read", offset=start
+        )
     unread = _unclaimed_bytes(read, fitting, n_file, size)
     return WavHeader(container, encoding, rate, channels, bits, align, start, size, fmt_start, unread)
 
@@ -307,8 +316,11 @@ def read_payload(fd: int, header: WavHeader) -> bytearray:
     while done < len(raw) and (n := os.preadv(fd, [view[done:]], header.data_start + done)):
         done += n
     if done < len(raw):
-        message = f"the file ended after {done} of {len(raw)} bytes of samples"
-        raise RecordingError("truncated", message, offset=header.data_start + done)
+        raise RecordingError(
+            "truncated",
+            f"the file ended after {done} of {len(raw)} bytes of samples",
+            offset=header.data_start + done,
+        )
     return raw
 
 # %% ../../nbs/audio/wav.ipynb #2cfcef99
@@ -403,7 +415,7 @@ class ReadFailureGuard:
         self.n = 0
 
     def refused(self, error: RecordingError, path: str | bytes | os.PathLike) -> None:
-        """Count a rejected recording if the operating system refused it; any other rejection resets the count.
+        """Count a rejected recording if the system refused it; any other rejection resets the count.
 
         Raises MachineError at the limit.
         """

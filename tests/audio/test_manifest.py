@@ -777,6 +777,7 @@ def test_groups_in_several_splits_are_reported(tmp_path: Path) -> None:
     for sentence in hints(m):
         assert sentence in m._repr_html_()
     assert shared_groups(scan(tmp_path, split="train")) == {}
+    assert scan(tmp_path, pattern="{label}-{sensor}").groups("sensor").empty, "nothing has a label"
 
 
 @each("how", ["folders", "pattern", "table", "many"])
