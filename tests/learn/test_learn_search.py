@@ -239,7 +239,9 @@ def test_other_seeds_are_tried_for_both(right: SearchResult) -> None:
     assert "F1 with other seeds (1): " in repr(right)
     seeds = {"seeds": 2, "base": [None, None], "best": [0.5, 0.75]}
     text = repr(replace(right, summary=right.summary | {"other_seeds": seeds}))
-    assert "F1 with other seeds (2): undefined for the initial settings, 0.5000 to 0.7500 for the best" in text
+    assert (
+        "F1 with other seeds (2): undefined for the initial settings, 0.5000 to 0.7500 for the best" in text
+    )
 
 
 @each(
