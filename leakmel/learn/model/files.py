@@ -113,9 +113,10 @@ class AdaptiveBatches:
             self._trim()  # outside of the handler, which holds what the failed attempt made
             if n == 1:
                 raise MachineError(
-                    f"memory is too small for a single {self._unit}: free some, or use device='cpu'",
+                    f"memory is too small for a single {self._unit}",
                     code="out-of-memory",
                     found=why,
+                    remedy="free some memory, use a smaller network, or device='cpu'",
                 )
             self.most = n // 2
             self.n_ran_out += 1
