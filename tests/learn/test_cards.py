@@ -195,7 +195,7 @@ def test_card_replaces_cards_only(model: Path, tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as m:
-        m.setattr(cards, "croissant_text", disk_full)
+        m.setattr(cards.formats, "croissant_text", disk_full)
         with pytest.raises(SpaceError):
             lm.card(model, out=tmp_path, license="MIT", progress="none")
     assert "MIT" not in (tmp_path / "model_card.md").read_text(), "not without its metadata"

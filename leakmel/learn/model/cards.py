@@ -20,16 +20,7 @@ from leakmel.core.errors import DataError, OutputError, missing_remedy, show_pat
 from leakmel.core.files import digest_of_file, replacing, write_errors, write_whole
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
-from leakmel.dataset.export.formats import (
-    CARD_TITLE,
-    NOT_GIVEN,
-    croissant,
-    croissant_text,
-    data_set_card,
-    data_set_facts,
-    filled,
-    open_sources,
-)
+from leakmel.dataset.export import formats
 from leakmel.dataset.file.schema import data_set_name
 
 if TYPE_CHECKING:
@@ -37,7 +28,7 @@ if TYPE_CHECKING:
 
 # %% ../../../nbs/learn/model/cards.ipynb #f0490005
 _MODEL_TITLE = "# Leak detector "
-_BEGINNINGS = {".md": (CARD_TITLE, _MODEL_TITLE), ".json": ('{\n "@context": {',)}
+_BEGINNINGS = {".md": (formats.CARD_TITLE, _MODEL_TITLE), ".json": ('{\n "@context": {',)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,13 +64,12 @@ class Card:
                     "the path exists and is not a card of leakmel, so it is not replaced",
                     code="other-file-in-the-way",
                     path=target,
-                    remedy="choose another folder (--out), or move it elsewhere",
                 )
         with write_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as new, replacing(metadata_path) as new_metadata:
             new.write_text(self.markdown, encoding="utf-8", errors="backslashreplace")
-            new_metadata.write_text(croissant_text(dict(self.metadata)), encoding="utf-8")
+            new_metadata.write_text(formats.croissant_text(dict(self.metadata)), encoding="utf-8")
 
 
 _MOST_BYTES = 1 << 26  # of a card or description that is read
@@ -105,11 +95,13 @@ def _digests(files: list[Path], progress: str) -> dict[str, str]:
 def _data_set_card(path: Path, license: str | None, progress: str) -> Card:
     "Make the card of a data set, or of the data sets of a folder."
     with ExitStack() as opened:
-        sources = open_sources(path, opened)
+        sources = formats.open_sources(path, opened)
         digests = _digests([s.data.path for s in sources], progress)
-        facts = [data_set_facts(s) | {"sha256": digests[show_path(s.data.path.name)]} for s in sources]
+        facts = [
+            formats.data_set_facts(s) | {"sha256": digests[show_path(s.data.path.name)]} for s in sources
+        ]
     counts = ", ".join(f"{f['split']} {f['rows']:,}" for f in facts)
-    metadata = croissant(
+    metadata = formats.croissant(
         path.name,
         f"Log-mel spectrograms of recordings of pipes, with labels, for the detection of leaks. Rows: {counts}.",
         digests,
@@ -118,7 +110,7 @@ def _data_set_card(path: Path, license: str | None, progress: str) -> Card:
         date=str(facts[0].get("built", ""))[:10] or str(datetime.now(UTC).date()),
         license=license,
     )
-    return Card(data_set_card(facts, name=show_path(path.name), license=license), metadata)
+    return Card(formats.data_set_card(facts, name=show_path(path.name), license=license), metadata)
 
 # %% ../../../nbs/learn/model/cards.ipynb #f0490009
 _MODEL_CARD = """
@@ -230,7 +222,7 @@ def model_card(
     scores = detector.held_out
     if scores is not None and scores.truth.all():  # no threshold and no calibration follow from them
         scores = None
-    return filled(
+    return formats.filled(
         _MODEL_CARD.lstrip(),
         d=detector,
         name=name,
@@ -240,7 +232,7 @@ def model_card(
         calibration=None if scores is None else fit_calibration(scores),
         # HTML and links are escaped, the commands of a step stay code
         steps=[Markup(re.sub(r"([<>\[\]])", r"\\\1", show_path(step))) for step in steps_of(detector)],
-        license=license or NOT_GIVEN,
+        license=license or formats.NOT_GIVEN,
         digest=digest,
     )
 
@@ -263,7 +255,7 @@ def _model_card(path: Path, license: str | None, progress: str) -> Card:
 
     detector = load_detector(path)
     digests = _digests([path], progress)
-    metadata = croissant(
+    metadata = formats.croissant(
         path.name,
         f"Leak detector ({detector.kind}) for recordings of pipes. {evaluation_text(detector.evaluations)}.",
         digests,
@@ -273,22 +265,19 @@ def _model_card(path: Path, license: str | None, progress: str) -> Card:
         license=license,
         keywords=("leak detection", "acoustics", "detector"),
     )
-    return Card(
-        model_card(detector, path.name, license=license, digest=digests[show_path(path.name)]), metadata
-    )
+    digest = digests[show_path(path.name)]
+    return Card(model_card(detector, path.name, license=license, digest=digest), metadata)
 
 # %% ../../../nbs/learn/model/cards.ipynb #f049000b
-def _given_before(
-    path: Path, metadata_path: Path
-) -> tuple[str | None, dict[str, Any]]:  # licence; metadata, empty where there are none
-    "Return what is in the card and the metadata that are replaced; a licence in the card comes first."
+def _given_before(path: Path, metadata_path: Path) -> tuple[str | None, dict[str, Any]]:
+    "Return licence and metadata, if any, of files that are replaced; a licence in the card comes first."
     try:
         metadata = json.loads(_ours(metadata_path) or "{}")
     except (ValueError, RecursionError):  # damaged: written again
         metadata = {}
     line = re.search(r"^- Licence: (.+)$", _ours(path), re.MULTILINE)
     named = ["" if line is None else re.sub(r"\\(.)", r"\1", line[1].strip()), metadata.get("license")]
-    return next((x for x in named if isinstance(x, str) and x not in ("", NOT_GIVEN)), None), metadata
+    return next((x for x in named if isinstance(x, str) and x not in ("", formats.NOT_GIVEN)), None), metadata
 
 
 def _is_data_set(path: Path) -> bool:
@@ -309,11 +298,11 @@ def _is_data_set(path: Path) -> bool:
 def card(
     path: str | os.PathLike,  # a data set, a detector (model.pt), or a folder of one of them
     *,
-    out: str
-    | os.PathLike
-    | None = None,  # folder of card and metadata, which replace earlier ones; None: nothing is written
-    license: str
-    | None = None,  # licence of the recordings or of the detector, in words or as an SPDX identifier; None: as in the card that is replaced, else not given
+    # folder of card and metadata, which replace earlier ones; None: nothing is written
+    out: str | os.PathLike | None = None,
+    # licence of the recordings or of the detector, in words or as an SPDX identifier; None: as in the card
+    # that is replaced, else not given
+    license: str | None = None,
     progress: str = "auto",  # as for `core.progress.Progress`
 ) -> Card:  # raises DataError, VerifyError, OutputError
     "Make the card of a data set or detector, and its metadata in Croissant."
@@ -335,10 +324,7 @@ def card(
     return made
 
 
-def update_card(
-    detector: "Detector",
-    model: Path,  # its file, which was just written
-) -> Path:  # raises OutputError, SpaceError
+def update_card(detector: "Detector", model: Path) -> Path:  # raises OutputError, SpaceError
     "Write the card next to a model file again, and its metadata where there are any; what a user added to them stays."
     from leakmel.learn.model.files import require_kind
 

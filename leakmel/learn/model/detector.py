@@ -25,14 +25,8 @@ from leakmel.mel.torch_engine import full_float32_precision
 from leakmel.learn.data.segments import Segments, Task, open_loader
 from leakmel.learn.metrics.metrics import UNCHOSEN, VOTES, HeldOutScores, vote_scores
 from leakmel.learn.model.card import EvaluationRecord, Provenance, held_out_from_plain, record_from_plain
-from leakmel.learn.model.files import (
-    AdaptiveBatches,
-    champion_file,
-    load_plain,
-    memory_guard,
-    plain_bytes,
-    require_kind,
-)
+from leakmel.learn.model.files import AdaptiveBatches, champion_file, load_plain, memory_guard, plain_bytes
+from leakmel.learn.model.files import require_kind
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.spectral import SpectralClassifier, SpectralSettings
 
@@ -40,11 +34,7 @@ from leakmel.learn.model.spectral import SpectralClassifier, SpectralSettings
 _MIN_PROBABILITY = 1e-6  # the logit of 0 is infinite
 
 
-def platt(
-    probability: Tensor,  # of a leak, 0 to 1
-    slope: Tensor | float,
-    offset: Tensor | float,
-) -> Tensor:  # 0 to 1
+def platt(probability: Tensor, slope: Tensor | float, offset: Tensor | float) -> Tensor:
     "Apply a calibration line to the logit of probabilities (Platt 1999)."
     p = probability.clamp(_MIN_PROBABILITY, 1 - _MIN_PROBABILITY)
     return (slope * p.logit() + offset).sigmoid()
@@ -64,11 +54,7 @@ class BlendClassifier(nn.Module):
 
     kind = "blend"
 
-    def __init__(
-        self,
-        settings: BlendSettings,
-        members: Sequence["LeakNet | SpectralClassifier"],  # as many as there are slopes
-    ):
+    def __init__(self, settings: BlendSettings, members: Sequence["LeakNet | SpectralClassifier"]):
         super().__init__()
         sizes = [member.settings.n_classes for member in members]
         is_whole = len(sizes) == len(settings.slopes) == len(settings.offsets) > 0
@@ -87,12 +73,8 @@ class BlendClassifier(nn.Module):
         "Number of fitted values of all members."
         return sum(cast(LeakNet, m).n_parameters for m in self.members)
 
-    def class_probabilities(
-        self,
-        rows: Tensor,  # [B, L, S, M, T] dB
-        mask: Tensor | None = None,  # [B, L] bool, segments that the recording has; None: all
-    ) -> Tensor:  # [B, L, K] float32
-        "Return the probability of each class in each long segment."
+    def class_probabilities(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+        "Return the probability of each class in each long segment, [B, L, K]; `mask` as for its members."
         s = self.settings
         found = [m.class_probabilities(rows, mask) for m in self.members]  # type: ignore[operator]
         leaks = [platt(f[..., s.leak], a, b) for f, a, b in zip(found, s.slopes, s.offsets)]
@@ -105,10 +87,8 @@ class BlendClassifier(nn.Module):
 Classifier = LeakNet | SpectralClassifier | BlendClassifier
 
 
-def to_plain(
-    classifier: Classifier,
-) -> tuple[dict[str, Any], dict[str, Tensor]]:  # kind and settings; tensors
-    "Return what a model file stores of a classifier."
+def to_plain(classifier: Classifier) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    "Return what a model file stores of a classifier: kind and settings; tensors."
     weights = {name: v.detach().cpu().contiguous() for name, v in classifier.state_dict().items()}
     head: dict[str, Any] = {"kind": classifier.kind, "settings": asdict(classifier.settings)}
     if isinstance(classifier, BlendClassifier):
@@ -130,11 +110,8 @@ def _unfitted(head: Mapping[str, Any], n_bytes: int) -> Classifier:
     return BlendClassifier(BlendSettings(**values), members)  # type: ignore[arg-type]
 
 
-def from_plain(
-    head: Mapping[str, Any],  # of `to_plain`
-    weights: Mapping[str, Tensor],
-) -> Classifier:  # raises ValueError, TypeError, LookupError, RuntimeError for values of another kind
-    "Make the classifier that a model file stores."
+def from_plain(head: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Classifier:
+    "Make the classifier of `to_plain`; raises ValueError, TypeError, LookupError, RuntimeError for others."
     classifier = _unfitted(head, sum(w.untyped_storage().nbytes() for w in weights.values()))
     classifier.load_state_dict(weights)
     for part in classifier.modules():
@@ -155,10 +132,8 @@ _DETECTOR_HEADER = re.compile(
 )
 
 
-def image_shape(
-    row_shape: tuple[int, ...],  # L, S, M, T
-) -> tuple[int, int]:  # M, W
-    "Return bands and columns of a net's input."
+def image_shape(row_shape: tuple[int, ...]) -> tuple[int, int]:
+    "Return bands and columns of a net's input of rows of a shape L, S, M, T."
     return row_shape[2], row_shape[1] * row_shape[3]
 
 
@@ -170,44 +145,35 @@ class Detector:
     task: Task
     spec: MelSpec | None  # features it was trained on; None: files of the earlier system
     engine: str = ""  # that made them, with its version
-    thresholds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(VOTES, 0.5)
-    )  # of each rule, 0 to 1
+    # of each rule, 0 to 1
+    thresholds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(VOTES, 0.5))
     threshold_from: str = UNCHOSEN  # where they come from
     vote: str = "mean"  # the rule that is used unless another is asked for
     share: float = 0.5  # of the long segments, for "frac_vote"
     record: dict[str, Any] = field(default_factory=dict)  # plain values: data, split, settings, versions
     provenance: Provenance = field(default_factory=Provenance)  # what it was trained with
-    held_out: HeldOutScores | None = (
-        None  # of its vote, on recordings that were not trained on; None: not known
-    )
+    # of its vote, on recordings that were not trained on; None: not known
+    held_out: HeldOutScores | None = None
     evaluations: tuple[EvaluationRecord, ...] = ()  # of this classifier
 
     def __post_init__(self):
         is_share = isinstance(self.share, Real) and not isinstance(self.share, bool) and 0 < self.share <= 1
         if self.vote not in VOTES or not is_share:
             raise UsageError(
-                "a detector needs a known voting rule, and a share above 0 and at most 1",
+                f"a detector needs a voting rule ({', '.join(VOTES)}), and a share above 0 and at most 1",
                 code="usage",
                 found=f"{self.vote!r}, {self.share!r}",
-                expected=", ".join(VOTES),
             )
         if set(self.thresholds) != set(VOTES) or not all(0 <= t <= 1 for t in self.thresholds.values()):
-            raise UsageError(
-                "each voting rule needs a threshold from 0 to 1",
-                code="invalid-detector",
-                found=self.thresholds,
-            )
+            raise UsageError("thresholds must be from 0 to 1", code="invalid-detector", found=self.thresholds)
         self.share = float(self.share)
         for s in (member.settings for member in self.members):
             n_mels, width = (s.n_mels, None) if self.spec is None else image_shape(self.spec.row_shape)
             own_width = s.width if isinstance(s, NetSettings) and width is not None else width
             if (s.n_mels, own_width, s.n_classes) != (n_mels, width, len(self.task.model_names)):
+                text = "the classifier does not fit features or classes"
                 raise UsageError(
-                    "the classifier does not fit the features or the classes",
-                    code="invalid-detector",
-                    found=repr(s),
-                    expected=f"those of {self.spec} and {self.task}",
+                    text, code="invalid-detector", found=repr(s), expected=f"{self.spec}, {self.task}"
                 )
 
     @property
@@ -227,23 +193,14 @@ class Detector:
         "Threshold of the vote that is used."
         return self.thresholds[self.vote]
 
-    def class_scores(
-        self,
-        rows: Tensor,  # [B, L, S, M, T] dB, on the device of the classifier
-        counts: np.ndarray
-        | None = None,  # [B] int, segments that each recording has: the first ones; None: all
-    ) -> (
-        Tensor
-    ):  # [B, L, K] float32, of sum 1 over the classes; NaN for segments that a recording does not have;
-        # raises UsageError for another number of dimensions
-        "Compute the probability of each class in each long segment."
+    def class_scores(self, rows: Tensor, counts: np.ndarray | None = None) -> Tensor:
+        """Compute the probability of each class in each long segment, [B, L, K] float32, of sum 1.
+
+        Rows [B, L, S, M, T] dB are on the device of the classifier; the first `counts` [B] of their segments
+        exist (None: all), the others are NaN. Raises UsageError for another number of dimensions.
+        """
         if rows.ndim != 5:
-            raise UsageError(
-                "the tensor does not have the shape of data set rows",
-                code="wrong-shape",
-                found=f"shape {tuple(rows.shape)}",
-                expected="[B, L, S, M, T]",
-            )
+            raise UsageError("rows must be [B, L, S, M, T]", code="wrong-shape", found=tuple(rows.shape))
         n, n_long = rows.shape[:2]
         out = torch.full((n, n_long, len(self.task.model_names)), torch.nan, device=rows.device)
         if not n:
@@ -266,43 +223,33 @@ class Detector:
             scored = torch.cat([self.classifier.class_probabilities(*pair) for pair in pairs])
             return torch.where(mask[:, :, None], scored, torch.nan)
 
-    def segment_scores(
-        self,
-        rows: Tensor,  # [B, L, S, M, T] dB, on the device of the classifier
-        counts: np.ndarray
-        | None = None,  # [B] int, segments that each recording has: the first ones; None: all
-    ) -> Tensor:  # [B, L] float32; NaN for segments that a recording does not have
-        "Compute the probability of a leak in each long segment."
+    def segment_scores(self, rows: Tensor, counts: np.ndarray | None = None) -> Tensor:
+        "Compute the probability of a leak in each long segment, [B, L] float32, as `class_scores` does."
         return self.class_scores(rows, counts)[..., self.task.leak_in_model]
 
-    def recording_scores(
-        self,
-        segment_scores: np.ndarray,  # [..., L]
-        vote: str | None = None,  # None: the detector's own
-    ) -> np.ndarray:  # [...] float64; a leak where it is at least the threshold of the rule
-        "Compute the scores of recordings."
+    def recording_scores(self, segment_scores: np.ndarray, vote: str | None = None) -> np.ndarray:
+        """Compute the scores of recordings, [...] float64, from those of their segments [..., L].
+
+        A recording is a leak where it is at least the threshold of the rule; None: the detector's own rule.
+        """
         return vote_scores(segment_scores, vote or self.vote, self.share)
 
-    def save(
-        self,
-        path: str | os.PathLike,
-        *,
-        sync: bool = True,  # wait for the disk
-    ) -> Path:
-        "Write the detector to a file, as a whole or not at all; replaces another detector, and raises OutputError for anything else."
+    def save(self, path: str | os.PathLike, *, sync: bool = True) -> Path:
+        """Write the detector to a file, as a whole or not at all; `sync`: wait for the disk.
+
+        Replaces another detector, and raises OutputError for anything else.
+        """
         head: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN_FIELDS}
         about, weights = to_plain(self.classifier)
         head |= {"classifier": about, "task": asdict(self.task)}
         head["spec"] = self.spec and self.spec.to_dict()
         head["evaluations"] = [asdict(e) for e in self.evaluations]
+        seen = self.provenance
         values = {
             "format": FORMAT,
             "detector": json.dumps(head, allow_nan=False),
             "weights": weights,
-            "seen": {
-                "recordings": torch.from_numpy(self.provenance.recordings),
-                "is_all": self.provenance.is_complete,
-            },
+            "seen": {"recordings": torch.from_numpy(seen.recordings), "is_all": seen.is_complete},
         }
         if self.held_out is not None:
             held_out = vars(self.held_out).items()
@@ -315,10 +262,8 @@ class Detector:
         features = "features of the earlier system"
         if self.spec is not None:
             features = f"{self.spec.preset_name or 'own spec'} at {self.spec.sample_rate} Hz"
-        return (
-            f"Detector({self.kind}; {self.task}; {features}; {self.classifier.n_parameters:,} parameters; "
-            f"{self.vote} >= {self.threshold:.3f} ({self.threshold_from}))"
-        )
+        about = f"{self.kind}; {self.task}; {features}; {self.classifier.n_parameters:,} parameters"
+        return f"Detector({about}; {self.vote} >= {self.threshold:.3f} ({self.threshold_from}))"
 
 
 def _to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -331,7 +276,7 @@ def required_spec(detector: Detector) -> MelSpec:  # raises UsageError where it 
     if detector.spec is not None:
         return detector.spec
     raise UsageError(
-        "this detector was trained on files of the earlier system, which do not store how their features were computed",
+        "this detector was trained on files of the earlier system, without a spec of their features",
         code="no-spec",
         remedy="build data sets from the recordings, and train on those",
     )
@@ -343,12 +288,11 @@ def load_detector(
     "Read a detector; never runs code."
     values = load_plain(path)
     if values.get("format") != FORMAT:
-        found = show_path(str(values.get("format")))[:60]
         raise DataError(
             "this version cannot read the file as a detector",
             code="not-a-detector",
             path=path,
-            found=found,
+            found=show_path(str(values.get("format")))[:60],
             expected=FORMAT,
             remedy="of a training, use model.pt, or checkpoints/best.pt before it is finished",
         )
@@ -375,19 +319,16 @@ def load_detector(
         ArithmeticError,
         LeakmelError,
     ) as e:
-        text = (str(e) or type(e).__name__).splitlines()[0][:200]
         raise DataError(
-            f"parts of the detector are missing or damaged ({text})",
+            f"parts of the detector are missing or damaged ({(str(e) or repr(e)).splitlines()[0][:200]})",
             code="not-a-detector",
             path=path,
             remedy="train the detector again",
         ) from e
 
 
-def load_champion(
-    folder: str | os.PathLike,  # of retraining rounds
-) -> Detector:  # raises DataError as `champion_file` does
-    "Load the current champion."
+def load_champion(folder: str | os.PathLike) -> Detector:
+    "Load the current champion of a folder of retraining rounds; raises DataError as `champion_file` does."
     return load_detector(champion_file(Path(folder)))
 
 
@@ -399,10 +340,8 @@ def _settings_from_plain(kind: type, values: dict[str, Any]) -> Any:
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
 # %% ../../../nbs/learn/model/detector.ipynb #652286b5
-def check_features(
-    detector: Detector, ds: Segments
-) -> None:  # raises DataError where the net was trained on other features
-    "Check that a data set holds the features that a detector was trained on."
+def check_features(detector: Detector, ds: Segments) -> None:
+    "Raise DataError where a data set holds other features than a detector was trained on."
     bands, width = image_shape(ds.row_shape)
     settings = [member.settings for member in detector.members]
     for source in ds.sources:
@@ -435,9 +374,7 @@ def spec_differences(mine: MelSpec, theirs: MelSpec) -> list[str]:  # "sample_ra
     return [f"{n} {b[n]}, not {a[n]}" for n in a if n not in _NOT_IN_SEGMENT_FEATURES and a[n] != b[n]]
 
 # %% ../../../nbs/learn/model/detector.ipynb #11cf6d53
-def send_to_host(
-    scores: Tensor,  # of any shape, on the device of a detector
-) -> Callable[[], np.ndarray]:  # returns them, of the same shape and type
+def send_to_host(scores: Tensor) -> Callable[[], np.ndarray]:
     "Send scores to the host; the result waits for them, and for nothing that is queued later."
     if scores.device.type != "cuda":
         found = scores.numpy()
@@ -489,10 +426,7 @@ def class_scores(
 
     sent = list[tuple[slice, Callable[[], np.ndarray]]]()  # of the batch before
     with (
-        memory_guard(
-            "memory is too small to read the recordings for scoring",
-            "lower files_per_batch, or free some memory",
-        ),
+        memory_guard("memory is too small to read recordings", "lower files_per_batch, or free some memory"),
         open_loader(ds, files_per_batch, kind="stream", device=on, shuffle=False) as loader,
     ):
         vars(loader)["transfer"] = lambda batch: batch  # portions of it are copied to the device
@@ -504,23 +438,21 @@ def class_scores(
     collect(sent)
     if not np.isfinite(found[ds.segment_mask]).all():
         raise DataError(
-            "the model returns NaN or infinite scores",
+            "the model returns NaN or infinite scores: run leakmel verify, or train the model again",
             code="invalid-scores",
             path=ds.sources[0].path,
-            remedy="run leakmel verify on the data set; if its rows are valid, train the model again",
         )
     return found
 
 
 def score_rows(
     detector: Detector,
-    ds: Segments,  # recordings, level "recording"
+    ds: Segments,
     *,
-    device: str | torch.device = "cpu",  # this and the following as for `class_scores`
+    device: str | torch.device = "cpu",
     files_per_batch: int = 64,
     progress: Callable[[int], object] | None = None,
-) -> np.ndarray:  # [n, L] float32, in the order of `ds.rows`; NaN after the end of a recording; raises DataError, MachineError
-    "Compute the probability of a leak in each long segment of each recording."
-    return class_scores(detector, ds, device=device, files_per_batch=files_per_batch, progress=progress)[
-        ..., detector.task.leak_in_model
-    ]
+) -> np.ndarray:
+    "Compute the probability of a leak in each segment of each recording, [n, L], as `class_scores` does."
+    how: dict[str, Any] = {"device": device, "files_per_batch": files_per_batch, "progress": progress}
+    return class_scores(detector, ds, **how)[..., detector.task.leak_in_model]

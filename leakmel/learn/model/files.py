@@ -16,37 +16,27 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 
 from leakmel.audio.wav import digest_of
-from leakmel.core.errors import (
-    DataError,
-    LeakmelError,
-    MachineError,
-    OutputError,
-    UsageError,
-    missing_remedy,
-    show_path,
-)
+from leakmel.core.errors import DataError, LeakmelError, MachineError, OutputError, UsageError
+from leakmel.core.errors import missing_remedy, show_path
 from leakmel.core.files import read_own_json, sealed, sealed_json, unsealed, write_errors, write_whole
 from leakmel.mel.engines import DEVICES
 
 _LOG = logging.getLogger("leakmel")
 
 # %% ../../../nbs/learn/model/files.ipynb #9b829131
-def pick_device(
-    name: str = "auto",  # "auto", "cpu", "cuda", "cuda:1", ...
-    *,
-    registered: bool = False,  # other kinds that `mel.engines.DEVICES` knows are devices too
-) -> str:  # "cpu", "cuda:0"; raises UsageError for a device that does not exist
-    "Return the device of a name; auto: the first GPU, if there is one."
+def pick_device(name: str = "auto", *, registered: bool = False) -> str:
+    """Return the device of a name ("cpu", "cuda", "cuda:1"); auto: the first GPU, if there is one.
+
+    `registered`: other kinds that `mel.engines.DEVICES` knows are devices too. Raises UsageError for a device
+    that does not exist.
+    """
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     kinds = "|".join(("cuda", *DEVICES) if registered else ("cuda",))
     found = re.fullmatch(rf"(?:cpu|({kinds})(?::(\d{{1,3}}))?)", name)
     if not found:
         raise UsageError(
-            "there is no such device",
-            code="unknown-device",
-            found=repr(name),
-            expected="auto, cpu, cuda or cuda:1",
+            "there is no such device (auto, cpu, cuda, cuda:1)", code="unknown-device", found=repr(name)
         )
     if found[1] is None:
         return name
@@ -54,10 +44,7 @@ def pick_device(
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found[1] == "cuda" and number >= n:
         raise UsageError(
-            "there is no such GPU on this machine",
-            code="no-device",
-            found=f"{name!r}, {n} GPUs",
-            remedy="use device='cpu'",
+            "there is no such GPU on this machine", code="no-device", found=f"{name!r}, {n} GPUs"
         )
     return f"{found[1]}:{number}"
 
@@ -74,25 +61,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     "Return whether an error means that memory ran out, on the device or on the host."
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and bool(
-        re.search("out of memory|ALLOC_FAILED|can't allocate memory", str(error))
-    )
+    texts = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 @contextmanager
-def memory_guard(
-    what: str,  # message of the error
-    remedy: str,
-) -> Iterator[None]:  # raises MachineError
-    "Convert an out-of-memory error of the body into a MachineError."
+def memory_guard(what: str, remedy: str) -> Iterator[None]:
+    "Convert an out-of-memory error of the body into a MachineError with a message and a remedy."
     try:
         yield
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e):
             raise
-        raise MachineError(
-            what, code="out-of-memory", found=str(e).partition("\n")[0] or type(e).__name__, remedy=remedy
-        ) from e
+        raise MachineError(what, code="out-of-memory", found=_first_line(e), remedy=remedy) from e
 
 # %% ../../../nbs/learn/model/files.ipynb #0bc51fad
 T = TypeVar("T")
@@ -112,12 +97,11 @@ class AdaptiveBatches:
         self._trim = trim
         self._unit = unit
 
-    def fit(
-        self,
-        make: Callable[[int], T],  # from a number of rows; again from a smaller one after memory ran out
-        limit: int = sys.maxsize,  # rows that there are
-    ) -> T:  # raises MachineError if a single row does not fit into memory
-        "Call a function with the largest number of rows that fits into memory."
+    def fit(self, make: Callable[[int], T], limit: int = sys.maxsize) -> T:
+        """Call a function with the largest number of rows that fits into memory, again where memory ran out.
+
+        There are `limit` rows. Raises MachineError if a single row does not fit into memory.
+        """
         while True:
             n = min(self.most, limit)
             try:
@@ -125,7 +109,7 @@ class AdaptiveBatches:
             except (RuntimeError, MemoryError) as e:
                 if not is_out_of_memory(e):
                     raise
-                why = str(e).partition("\n")[0] or type(e).__name__
+                why = _first_line(e)
             self._trim()  # outside of the handler, which holds what the failed attempt made
             if n == 1:
                 raise MachineError(
@@ -138,12 +122,8 @@ class AdaptiveBatches:
             self.n_ran_out += 1
             _LOG.warning("memory ran out: continuing with %d %ss at once", self.most, self._unit)
 
-    def each(
-        self,
-        n: int,  # rows
-        work: Callable[[slice], T],  # for portions of them, in order
-    ) -> list[T]:  # of each portion; raises MachineError as `fit` does
-        "Process rows batch by batch."
+    def each(self, n: int, work: Callable[[slice], T]) -> list[T]:
+        "Process n rows batch by batch, in order; returns what each gave. Raises MachineError as `fit` does."
         found = list[T]()
         start = 0
         while start < n:
@@ -152,14 +132,11 @@ class AdaptiveBatches:
         return found
 
 # %% ../../../nbs/learn/model/files.ipynb #51051de5
-def require_kind(
-    path: Path,
-    kind: str,  # "detector"
-    is_one: Callable[
-        [BinaryIO], bool
-    ],  # asked of a regular file that is open for reading; what it raises means no
-) -> None:  # raises OutputError if the path exists and is another kind of file
-    "Refuse to replace a file of another kind."
+def require_kind(path: Path, kind: str, is_one: Callable[[BinaryIO], bool]) -> None:
+    """Refuse to replace a file of another kind, for example of another than "detector"; raises OutputError.
+
+    `is_one` is asked of a regular file that is open for reading; what it raises means no.
+    """
     if not os.path.lexists(path):
         return
     ours = False
@@ -167,20 +144,14 @@ def require_kind(
     with suppress(Exception), open(os.open(path, flags), "rb") as f:
         ours = stat.S_ISREG(os.fstat(f.fileno()).st_mode) and is_one(f)
     if not ours:
+        text = f"the path exists and is not a {kind}, so it is not replaced"
         raise OutputError(
-            f"the path exists and is not a {kind}, so it is not replaced",
-            code="other-file-in-the-way",
-            path=path,
-            remedy="choose another name, or move it elsewhere",
+            text, code="other-file-in-the-way", path=path, remedy="choose another name, or move it elsewhere"
         )
 
 
-def require_result(
-    path: Path,
-    kind: str,  # "result of a cross-validation"
-    mark: bytes,  # in the first line of a table, at the begin of any other file
-) -> None:  # raises OutputError
-    "Refuse to replace a file without a mark."
+def require_result(path: Path, kind: str, mark: bytes) -> None:  # raises OutputError
+    "Refuse to replace a file without a mark in the first line of a table, at the begin of any other file."
     is_table = path.suffix == ".csv"
     require_kind(path, kind, lambda f: mark in f.readline(4096) if is_table else f.read(len(mark)) == mark)
 
@@ -195,19 +166,15 @@ def remove_file(path: Path) -> None:
 _ARCHIVE_MAGIC = b"PK\x03\x04"
 
 
-def plain_bytes(
-    values: Mapping[str, Any],  # tensors, numbers, texts, None, and lists and dictionaries of them
-) -> bytes:
-    "Return values as torch's archive, with the digest of its bytes behind it."
+def plain_bytes(values: Mapping[str, Any]) -> bytes:
+    "Return tensors and plain values as torch's archive, with the digest of its bytes behind it."
     with io.BytesIO() as out:
         torch.save(dict(values), out)
         return sealed(out.getvalue())
 
 
-def load_plain(
-    path: str | os.PathLike,
-) -> dict[str, Any]:  # raises DataError where the file is damaged, holds anything else, or would run code
-    "Read a file that `plain_bytes` made; never runs code."
+def load_plain(path: str | os.PathLike) -> dict[str, Any]:
+    "Read a file of `plain_bytes`; raises DataError if damaged, of another kind, or if it would run code."
     if not Path(path).is_file():
         exists = os.path.lexists(path)
         raise DataError(
@@ -226,7 +193,6 @@ def load_plain(
                         code="damaged-file",
                         path=path,
                         found=f"{os.fstat(f.fileno()).st_size:,} bytes",
-                        remedy="copy the file again, or train again",
                     )
                 content += f.read()
             return dict(torch.load(io.BytesIO(unsealed(content)), map_location="cpu", weights_only=True))
@@ -243,8 +209,11 @@ def load_plain(
             remedy="use it only if you made it yourself, and then write it again with this version",
         ) from e
     except Exception as e:
-        text = (str(e) or type(e).__name__).splitlines()[0][:120]
-        raise DataError(f"the file cannot be read ({text})", code="damaged-file", path=path) from e
+        raise DataError(
+            f"the file cannot be read ({(str(e) or type(e).__name__).splitlines()[0][:120]})",
+            code="damaged-file",
+            path=path,
+        ) from e
 
 # %% ../../../nbs/learn/model/files.ipynb #0cd57550
 _NAME = re.compile(r"step-(\d{9,})\.pt")
@@ -258,23 +227,19 @@ class Checkpoint:
     path: Path
 
 
-def list_checkpoints(
-    folder: str | os.PathLike,
-) -> list[Checkpoint]:  # oldest first; empty where there is no such folder
-    "List checkpoints by name, without reading them."
+def list_checkpoints(folder: str | os.PathLike) -> list[Checkpoint]:
+    "List checkpoints by name, without reading them, oldest first; none where there is no such folder."
     files = [p for p in Path(folder).glob("step-*.pt") if p.is_file() and not p.is_symlink()]
     return sorted(Checkpoint(int(named[1]), p) for p in files if (named := _NAME.fullmatch(p.name)))
 
 # %% ../../../nbs/learn/model/files.ipynb #4ad1e6f7
 def save_checkpoint(
-    folder: str | os.PathLike,
-    values: Mapping[str, Any],  # as for `plain_bytes`
-    step: int,  # batches that were learned
-    *,
-    keep: int = 3,  # how many of the newest stay, at least 1
-    sync: bool = True,  # wait for the disk
-) -> Checkpoint:  # raises OutputError, SpaceError where the disk is full
-    "Write a checkpoint, then remove old ones."
+    folder: str | os.PathLike, values: Mapping[str, Any], step: int, *, keep: int = 3, sync: bool = True
+) -> Checkpoint:
+    """Write values as a checkpoint after a step, then remove old ones but the newest `keep`, at least 1.
+
+    `sync`: wait for the disk. Raises OutputError, SpaceError where the disk is full.
+    """
     new = Checkpoint(step, Path(folder) / f"step-{step:09d}.pt")
     write_whole(new.path, plain_bytes(values), sync=sync)
     found = list_checkpoints(folder)
@@ -289,10 +254,8 @@ class CheckpointWarning(UserWarning):
     "Warning: a damaged checkpoint was skipped."
 
 
-def latest_checkpoint(
-    folder: str | os.PathLike,
-) -> tuple[Checkpoint, dict[str, Any]] | None:  # raises DataError for a file that would run code
-    "Read the newest valid checkpoint, if there is one; warn about skipped ones."
+def latest_checkpoint(folder: str | os.PathLike) -> tuple[Checkpoint, dict[str, Any]] | None:
+    "Read the newest valid checkpoint; warn about skipped ones. Raises DataError if one would run code."
     for c in reversed(list_checkpoints(folder)):
         try:
             return c, load_plain(c.path)
@@ -309,11 +272,8 @@ RECORD = "record.json"
 MODEL = "model.pt"
 
 
-def round_folder(
-    folder: Path,  # of all rounds
-    number: int,  # from 1; 0: the champion that the first round began with
-) -> Path:
-    "Return the folder of a round."
+def round_folder(folder: Path, number: int) -> Path:
+    "Return the folder of a round, from 1, in that of all; 0: the champion that the first one began with."
     return folder / f"round-{number:04d}"
 
 
@@ -368,10 +328,8 @@ def write_lineage(folder: Path, lineage: Lineage) -> None:  # raises OutputError
     write_whole(folder / CHAMPION_FILE, sealed_json(values))
 
 
-def read_lineage(
-    folder: Path,
-) -> Lineage | None:  # None: no round was begun; raises DataError for a file that is something else
-    "Read the file that names the champion."
+def read_lineage(folder: Path) -> Lineage | None:
+    "Read the file that names the champion; None: no round was begun. Raises DataError for another file."
     path = folder / CHAMPION_FILE
     if not os.path.lexists(path):
         if not (finished := finished_rounds(folder)):
@@ -402,9 +360,7 @@ def read_lineage(
 def require_digest(path: Path, digest: str) -> None:
     "Check the digest of a model file."
     if not path.is_file():
-        raise DataError(
-            "the model file is missing", code="file-missing", path=path, remedy="restore it from a copy"
-        )
+        raise DataError("the model file is missing: restore it from a copy", code="file-missing", path=path)
     if digest_of(path.read_bytes()) != digest:
         raise DataError(
             "the model file has changed: its digest does not match",
@@ -414,10 +370,8 @@ def require_digest(path: Path, digest: str) -> None:
         )
 
 
-def champion_file(
-    folder: Path,  # of the rounds
-) -> Path:  # raises DataError if there is no champion, or its file has changed
-    "Return the file of the current champion."
+def champion_file(folder: Path) -> Path:
+    "Return the file of the current champion; raises DataError if there is none, or the file has changed."
     lineage = read_lineage(folder)
     if lineage is None:
         raise DataError(
@@ -431,10 +385,11 @@ def champion_file(
     return path
 
 # %% ../../../nbs/learn/model/files.ipynb #0a9c6030
-def model_file(
-    path: str | os.PathLike,  # a detector's file, or a folder: of a training, of a search, or of rounds
-) -> Path:  # of rounds the champion's file; raises DataError
-    "Return the file of the detector that a path means."
+def model_file(path: str | os.PathLike) -> Path:
+    """Return the file of the detector that a path means; raises DataError.
+
+    The path is that file, or a folder: of a training, of a search, or of rounds, which means the champion.
+    """
     where = Path(path)
     if not where.is_dir():
         return where

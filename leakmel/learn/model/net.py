@@ -21,9 +21,7 @@ from leakmel.learn.data.segments import Segments, Task
 from leakmel.learn.model.settings import AugmentSettings, TrainSettings
 
 # %% ../../../nbs/learn/model/net.ipynb #f36eee85
-def segment_images(
-    items: Tensor,  # [n, S, M, T] dB, float16 or float32
-) -> Tensor:  # [n, M, S*T] float32
+def segment_images(items: Tensor) -> Tensor:  # [n, S, M, T] dB -> [n, M, S*T] float32
     "Return the image of each item: bands from bottom to top, time from left to right."
     return items.transpose(1, 2).flatten(2).float()
 
@@ -45,27 +43,20 @@ class NetSettings:
         sizes = (self.n_mels, self.width, self.n_classes, *self.channels)
         if any(type(v) is not int or v < 1 for v in sizes) or self.n_classes < 2 or not self.channels:
             raise UsageError(
-                "sizes of a net must be whole numbers of at least 1, at least 2 classes and one layer",
-                code="invalid-net",
-                found=repr(self),
+                "a net needs positive sizes, 2 classes and a layer", code="invalid-net", found=self
             )
         pairs = zip((1, *self.channels), self.channels, self.kernels())
         n = sum(a * b * bands * columns for a, b, (bands, columns) in pairs)
         n += self.channels[-1] * (2 * self.channels[-1] + self.n_classes) + 2 * self.n_mels
         if n > MAX_WEIGHTS:
             raise UsageError(
-                "the network is too large",
-                code="invalid-net",
-                found=f"{n:,} weights",
-                expected=f"at most {MAX_WEIGHTS:,}",
-                remedy="use fewer channels",
+                f"over {MAX_WEIGHTS:,} weights: use fewer channels", code="invalid-net", found=f"{n:,}"
             )
 
     def kernels(self) -> list[tuple[int, int]]:
         "Return bands and columns that a weight of each layer sees."
         found = []
-        bands = self.n_mels
-        width = self.width
+        bands, width = self.n_mels, self.width
         for _ in self.channels:
             found.append((min(3, 2 * bands - 1), min(3, width)))
             bands = max(1, bands // 2)
@@ -137,30 +128,28 @@ class LeakNet(nn.Module):
         self.leak = nn.Linear(n_in, 1)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    def forward(
-        self,
-        images: Tensor,  # [n, M, W] dB, of `segment_images`
-    ) -> tuple[Tensor, Tensor]:  # [n, K] logits of the classes, [n] logit of the leak head; raises UsageError
-        "Classify items."
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Classify items of `segment_images`, [n, M, W] dB; raises UsageError for another size.
+
+        Returns the logits of the classes, [n, K], and that of the leak head, [n].
+        """
         s = self.settings
         if images.shape[1:] != (s.n_mels, s.width):
             raise UsageError(
-                "the images do not have the size that the network expects",
+                f"the network expects images [n, {s.n_mels}, {s.width}]",
                 code="wrong-shape",
-                found=f"[n, {', '.join(map(str, images.shape[1:]))}]",
-                expected=f"[n, {s.n_mels}, {s.width}]",
+                found=list(images.shape),
             )
         x = self.layers(((images - self.mean) / self.deviation).unsqueeze(1))
         x = self.dropout(torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1))
         features = self.dropout(self.hidden(x))
         return self.classes(features), self.leak(features)[:, 0]
 
-    def class_probabilities(
-        self,
-        rows: Tensor,  # [B, L, S, M, T] dB
-        mask: Tensor | None = None,  # not used: a segment's probability depends on this segment only
-    ) -> Tensor:  # [B, L, K] float32
-        "Return the probability of each class in each long segment."
+    def class_probabilities(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the probability of each class in each segment of rows [B, L, S, M, T] dB, [B, L, K] float32.
+
+        The mask is not used: the probability of a segment depends on this segment only.
+        """
         logits, _ = self(segment_images(rows.flatten(0, 1)))
         return logits.float().softmax(1).unflatten(0, rows.shape[:2])
 
@@ -170,10 +159,11 @@ class LeakNet(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 # %% ../../../nbs/learn/model/net.ipynb #22a9924a
-def band_statistics(
-    ds: Segments,  # the training recordings, at any level; 1,000 of them are read
-) -> tuple[np.ndarray, np.ndarray]:  # [M] float64 each, dB; raises DataError for NaN or infinite values
-    "Return mean and standard deviation of the bands of a data set."
+def band_statistics(ds: Segments) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and deviation of the bands of 1,000 of the training recordings, [M] float64 each, dB.
+
+    Raises DataError for NaN or infinite values.
+    """
     if not len(ds.rows):
         raise DataError("the data set holds no training recordings", code="no-recordings")
     at = np.unique(np.linspace(0, len(ds.rows) - 1, min(1000, len(ds.rows))).astype(np.int64))
@@ -191,22 +181,16 @@ def band_statistics(
             n += x.shape[1]
     if not np.isfinite(mean := total / n).all():
         raise DataError(
-            "the training rows hold NaN or infinite values",
+            "the training rows hold NaN or infinite values: check them with leakmel verify",
             code="invalid-features",
             path=ds.sources[0].path,
-            remedy="check the data set with leakmel verify",
         )
     # at least 0.001 dB: a band that never changes must not be blown up
     return mean, np.maximum(np.sqrt(np.maximum(squares / n - mean**2, 0)), 1e-3)
 
 # %% ../../../nbs/learn/model/net.ipynb #99000669
-def smooth_curves(
-    n: int,  # items
-    n_mels: int,  # M
-    deviation_db: float,  # standard deviation over items and bands, dB
-    generator: torch.Generator,  # on the device
-) -> Tensor:  # [n, M] float32, mean 0 over the bands of each
-    "Draw random smooth curves over the bands."
+def smooth_curves(n: int, n_mels: int, deviation_db: float, generator: torch.Generator) -> Tensor:
+    "Draw n random smooth curves over the bands, [n, M] float32, of mean 0, by their standard deviation."
     device = generator.device
     # the fastest of four cosines has two periods over all bands: a sensor's resonances are wide
     k = torch.arange(1, min(4, n_mels - 1) + 1, device=device)
@@ -218,25 +202,20 @@ def smooth_curves(
 _NEPERS = math.log(10) / 10  # of a dB of power
 
 
-def add_power(
-    x: Tensor,  # dB
-    floor: Tensor,  # dB, of a shape that broadcasts with x; -inf: none
-) -> Tensor:  # dB, nowhere less than x
-    "Add two powers that are given in dB."
+def add_power(x: Tensor, floor: Tensor) -> Tensor:
+    "Add two powers in dB, of shapes that broadcast; a floor of -inf adds nothing, and no floor makes x less."
     return x + F.softplus((floor - x) * _NEPERS) / _NEPERS
 
 
-def noise_floors(
-    x: Tensor,  # [n, M, W] dB
-    settings: AugmentSettings,
-    generator: torch.Generator,
-) -> Tensor:  # [n, M, W] dB; -inf in items without
-    "Draw a stationary noise floor for some of the items: a level, a colour, and scatter from frame to frame."
+def noise_floors(x: Tensor, settings: AugmentSettings, generator: torch.Generator) -> Tensor:
+    """Draw a stationary noise floor for some of the items: a level, a colour, and scatter of frames.
+
+    Items and floors are [n, M, W] dB; -inf in items without.
+    """
     n, m, _ = x.shape
     draw = torch.rand(n, 2, generator=generator, device=x.device)
-    mean_db = torch.logsumexp(x.flatten(1) * _NEPERS, 1) / _NEPERS - 10 * math.log10(
-        x[0].numel()
-    )  # [n] power
+    total_db = torch.logsumexp(x.flatten(1) * _NEPERS, 1) / _NEPERS  # [n] power
+    mean_db = total_db - 10 * math.log10(x[0].numel())
     level = mean_db - settings.noise_snr_db - settings.noise_snr_range_db * draw[:, 0]
     scatter = torch.empty((2, *x.shape), device=x.device).exponential_(generator=generator).mean(0)
     colour = smooth_curves(n, m, settings.colour_db, generator)[:, :, None]
@@ -244,24 +223,17 @@ def noise_floors(
     return torch.where(draw[:, 1, None, None] < settings.noise_share, floor, -torch.inf)
 
 # %% ../../../nbs/learn/model/net.ipynb #1d58ffdf
-def mask_plan(
-    size: int,  # bands or columns
-    n_masks: int,  # as asked for
-    width: int,  # of one at most, as asked for
-) -> tuple[int, int]:  # masks, and width of one at most: together they never hide everything
-    "Limit the masks so that something is left."
+def mask_plan(size: int, n_masks: int, width: int) -> tuple[int, int]:
+    "Limit masks over bands or columns, and the width of one, so that they never hide everything together."
     n = min(n_masks, size - 1)
     return (n, min(width, (size - 1) // n)) if n > 0 and width > 0 else (0, 0)
 
 
-def random_masks(
-    n: int,  # items
-    size: int,  # bands or columns
-    n_masks: int,
-    width: int,  # of one at most; widths from 0 to it are equally frequent
-    generator: torch.Generator,
-) -> Tensor:  # [n, size] bool, True: hidden
-    "Draw masks at random places for each item."
+def random_masks(n: int, size: int, n_masks: int, width: int, generator: torch.Generator) -> Tensor:
+    """Draw masks over bands or columns at random places for each of n items, [n, size] bool; True: hidden.
+
+    Widths from 0 to that of one at most are equally frequent.
+    """
     n_masks, width = mask_plan(size, n_masks, width)
     draw = torch.rand(2, n, n_masks, 1, generator=generator, device=generator.device)
     widths = (draw[0] * (width + 1)).floor().clamp_max(width)
@@ -294,10 +266,8 @@ def augment(
     return x if hidden is None else torch.where(hidden, fill.reshape(-1, 1).to(x.dtype), x)
 
 # %% ../../../nbs/learn/model/net.ipynb #26ebe28c
-def balanced_weights(
-    counts: Sequence[int],  # [K] training items of each class
-) -> list[float]:  # [K]
-    "Return weights that make classes count the same: n / (classes that occur * n of the class)."
+def balanced_weights(counts: Sequence[int]) -> list[float]:
+    "Return weights that make classes of n items count the same: n / (classes that occur * n of the class)."
     present = sum(n > 0 for n in counts)
     return [sum(counts) / (present * n) if n else 1.0 for n in counts]
 
@@ -327,9 +297,8 @@ def loss_weights(
     return LossWeights(torch.tensor(classes, device=device), torch.tensor(leak, device=device), k)
 
 # %% ../../../nbs/learn/model/net.ipynb #dfb33310
-_MIN_ERROR_PROBABILITY = (
-    1e-8  # of 1 - p: at 0 the root has no gradient, and one sure item would make all weights NaN
-)
+# of 1 - p: at 0 the root has no gradient, and one sure item would make all weights NaN
+_MIN_ERROR_PROBABILITY = 1e-8
 
 
 def item_losses(
@@ -350,11 +319,8 @@ def item_losses(
     return of_class, of_leak
 
 # %% ../../../nbs/learn/model/net.ipynb #15442017
-def batch_totals(
-    y: Tensor,  # [n] int64, of the whole batch
-    weights: LossWeights,
-) -> tuple[Tensor, Tensor]:  # [] sums of the items' weights in both losses
-    "Return what the losses of a batch are divided by."
+def batch_totals(y: Tensor, weights: LossWeights) -> tuple[Tensor, Tensor]:
+    "Return what the losses of a whole batch y are divided by: the sums of its items' weights in both losses."
     return weights.classes[y].sum(), weights.leak[y].sum()
 
 

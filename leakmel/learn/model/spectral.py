@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000003
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -31,22 +31,18 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("leakmel")
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000005
-def segment_statistics(
-    rows: Tensor,  # [B, L, S, M, T] dB, float16 or float32
-) -> tuple[
-    Tensor, Tensor
-]:  # [B, L, M] float32 each: mean in dB, and variance in dB^2, over the frames of a segment
-    "Compute mean and variance of each band in each long segment."
+def segment_statistics(rows: Tensor) -> tuple[Tensor, Tensor]:
+    "Compute mean, dB, and variance, dB^2, of each band in each segment: [B, L, S, M, T] -> [B, L, M]."
     frames = rows.float().transpose(2, 3).flatten(3)  # [B, L, M, S*T]
     mean = frames.mean(3)
     return mean, (frames - mean[..., None]).square().mean(3)  # faster than `var` for few frames
 
 
-def window_numbers(
-    mask: Tensor,  # [B, L] bool, segments that count
-    window: int,  # long segments of a window
-) -> Tensor:  # [B, L] int64, number of each segment's window in its recording
-    "Divide the segments of each recording into windows of equal length."
+def window_numbers(mask: Tensor, window: int) -> Tensor:
+    """Divide the segments of each recording that count, [B, L] bool, into windows of about `window` segments.
+
+    Returns the number of each segment's window in its recording, [B, L] int64.
+    """
     n = mask.sum(1, keepdim=True).clamp_min(1)
     n_windows = (n / window).round().long().clamp_min(1)
     at = (mask.cumsum(1) - 1).clamp_min(0)
@@ -57,13 +53,17 @@ def window_features(
     mean: Tensor,  # [B, L, M] dB, of `segment_statistics`
     variance: Tensor,  # [B, L, M] dB^2
     mask: Tensor,  # [B, L] bool
-    numbers: Tensor,  # [B, L] of `window_numbers`
-    n_windows: int,  # W, more than the largest number
+    numbers: Tensor | None = None,  # [B, L] of `window_numbers`; None: the recording is a window
+    n_windows: int = 1,  # W, more than the largest number
+    *,
     keep_level: bool = False,  # the level as a last feature
-) -> tuple[
-    Tensor, Tensor
-]:  # [B, W, 2*M (+ 1)] float32 dB: shape, then standard deviation of the bands; [B, W] int64 segments of each window
-    "Compute the features of windows."
+) -> tuple[Tensor, Tensor]:
+    """Compute the features of windows, [B, W, 2*M (+ 1)] dB, and the segments of each, [B, W] int64.
+
+    The features are shape, then standard deviation of the bands.
+    """
+    if numbers is None:
+        numbers = torch.zeros_like(mask, dtype=torch.long)
     of = (numbers[:, :, None] == torch.arange(n_windows, device=mask.device)) & mask[:, :, None]  # [B, L, W]
     counts = of.sum(1)
     share = of.float().transpose(1, 2) / counts.clamp_min(1)[:, :, None]  # [B, W, L]
@@ -72,8 +72,7 @@ def window_features(
     apart = (mean - centre.gather(1, numbers[:, :, None].expand(mean.shape))).square()  # [B, L, M]
     spread = (share @ (variance + apart)).sqrt()
     level = centre.mean(2, keepdim=True)
-    parts = [centre - level, spread] + ([level] if keep_level else [])
-    return torch.cat(parts, 2), counts
+    return torch.cat([centre - level, spread] + [level] * keep_level, 2), counts
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000008
 @dataclass(frozen=True)
@@ -125,9 +124,8 @@ def _compiled() -> CompiledCode | None:
         x, threshold = (np.array(v, np.float32) for v in ([0, 0.5, 0, 0.6, 0, np.nan], [0.5, 0, 0]))
         feature, children, roots = (np.array(v, np.uint32) for v in ([1, 0, 0], [2, 1, 1, 1, 2, 2], [0, 1]))
         share = np.array([[0], [3], [5]], np.float32)
-        code.functions["add_leaves"](
-            x, feature, threshold, children, share, roots, np.array([1]), work, total
-        )
+        nodes = (feature, threshold, children, share)
+        code.functions["add_leaves"](x, *nodes, roots, np.array([1]), work, total)
         if total.ravel().tolist() != [6, 8, 8]:
             raise ImportError("compiled code for trees gives wrong results on this machine")
         return code
@@ -186,18 +184,16 @@ class SpectralClassifier(nn.Module):
         if not (self.get_buffer("scale") > 0).all():
             raise ValueError("a scale that is not above 0")
 
-    def tree_probabilities(
-        self,
-        features: Tensor,  # [n, F] float32
-        forest: int,  # 0: trees on whole recordings; 1: trees on windows
-    ) -> Tensor:  # [n, K] float32
-        "Return the mean over the trees of the shares in the leaves that the features lead to."
+    def tree_probabilities(self, features: Tensor, forest: int) -> Tensor:
+        """Return the mean over the trees of the shares [n, K] in the leaves that features [n, F] lead to.
+
+        Forest 0 has trees on whole recordings, forest 1 trees on windows.
+        """
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
         if features.device.type == "cpu" and not is_traced and (code := _compiled()) is not None:
             return self._compiled_probabilities(features, forest, code)
-        feature, threshold, left, right, share, root = map(
-            self.get_buffer, ("feature", "threshold", "left", "right", "share", "root")
-        )
+        names = ("feature", "threshold", "left", "right", "share", "root")
+        feature, threshold, left, right, share, root = map(self.get_buffer, names)
         node = root[forest].expand(features.shape[0], -1)  # len() would fix the number for torch.export
         for _ in range(self.settings.depth):
             goes_left = features.gather(1, feature[node]).double() <= threshold[node]
@@ -232,24 +228,21 @@ class SpectralClassifier(nn.Module):
         )
         return torch.from_numpy((total / s.n_trees).astype(np.float32))
 
-    def class_probabilities(
-        self,
-        rows: Tensor,  # [B, L, S, M, T] dB
-        mask: Tensor | None = None,  # [B, L] bool, segments that the recording has; None: all
-    ) -> Tensor:  # [B, L, K] float32; of no meaning for segments that the recording does not have
-        "Return the probability of each class in each long segment."
+    def class_probabilities(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the probability of each class in each segment of rows [B, L, S, M, T] dB, [B, L, K] float32.
+
+        It is of no meaning for segments outside of the mask [B, L]: those that a recording does not have.
+        """
         s = self.settings
         if mask is None:
             mask = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
         mean, variance = segment_statistics(rows)
-        whole, _ = window_features(
-            mean, variance, mask, torch.zeros_like(mask, dtype=torch.long), 1, s.keep_level
-        )
+        whole, _ = window_features(mean, variance, mask, keep_level=s.keep_level)
         logits = whole.double() @ self.get_buffer("weight").T + self.get_buffer("bias")
         linear = logits.softmax(2).float()  # [B, 1, K]
         numbers = window_numbers(mask, s.window)
         n_windows = max(1, -(-rows.shape[1] // s.window))
-        windows, _ = window_features(mean, variance, mask, numbers, n_windows, s.keep_level)
+        windows, _ = window_features(mean, variance, mask, numbers, n_windows, keep_level=s.keep_level)
         trees = self.tree_probabilities(windows.flatten(0, 1), 1).unflatten(0, windows.shape[:2])  # [B, W, K]
         of_segment = trees.gather(1, numbers[:, :, None].expand(-1, -1, s.n_classes))
         of_whole = self.tree_probabilities(whole[:, 0], 0)[:, None]  # [B, 1, K]
@@ -273,14 +266,19 @@ class SpectralFeatures:
     window: int  # long segments
     keep_level: bool
 
-    def of(
-        self,
-        chosen: np.ndarray,  # [k] int, numbers of recordings, ascending
-    ) -> "SpectralFeatures":
-        "Choose recordings."
+    def of(self, chosen: np.ndarray) -> "SpectralFeatures":
+        "Choose recordings by their numbers, [k] int, ascending."
         mine = np.isin(self.recording, chosen)
         recording = np.searchsorted(chosen, self.recording[mine])
         return replace(self, whole=self.whole[chosen], windows=self.windows[mine], recording=recording)
+
+
+def _blocks(ds: Segments, rows: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
+    "Read recordings, counted through the data sets, in blocks: places among those given, and rows."
+    for source, mine, numbers in ds.by_source(rows):
+        for at in range(0, len(mine), _BLOCK_RECORDINGS):
+            some = slice(at, at + _BLOCK_RECORDINGS)
+            yield mine[some], torch.from_numpy(read_rows(source.mels, numbers[some]))
 
 
 def spectral_features(
@@ -299,27 +297,20 @@ def spectral_features(
     n_windows = max(1, -(-ds.row_shape[0] // window))
     whole = np.empty((len(rows), 2 * ds.row_shape[2] + keep_level), np.float32)
     windows, recording = [], []
-    for source, mine, numbers in ds.by_source(rows):
-        for at in range(0, len(mine), _BLOCK_RECORDINGS):
-            some = mine[at : at + _BLOCK_RECORDINGS]
-            mels = torch.from_numpy(read_rows(source.mels, numbers[at : at + _BLOCK_RECORDINGS]))
-            has = torch.from_numpy(mask[some])
-            mean, variance = segment_statistics(mels)
-            one, _ = window_features(
-                mean, variance, has, torch.zeros_like(has, dtype=torch.long), 1, keep_level
-            )
-            many, counts = window_features(
-                mean, variance, has, window_numbers(has, window), n_windows, keep_level
-            )
-            whole[some] = one[:, 0].numpy()
-            windows.append(many[counts > 0].numpy())
-            recording.append(np.repeat(some, (counts > 0).sum(1).numpy()))
+    for some, mels in _blocks(ds, rows):
+        has = torch.from_numpy(mask[some])
+        statistics = segment_statistics(mels)
+        whole[some] = window_features(*statistics, has, keep_level=keep_level)[0][:, 0].numpy()
+        numbers = window_numbers(has, window)
+        many, counts = window_features(*statistics, has, numbers, n_windows, keep_level=keep_level)
+        windows.append(many[counts > 0].numpy())
+        recording.append(np.repeat(some, (counts > 0).sum(1).numpy()))
     if not np.isfinite(whole).all():
         raise DataError(
             "the training rows hold NaN or infinite values",
             code="invalid-features",
-            path=ds.sources[0].path,
-            remedy="check the data set with leakmel verify",
+            path=source.path,
+            remedy="check them with leakmel verify",
         )
     return SpectralFeatures(whole, np.concatenate(windows), np.concatenate(recording), window, keep_level)
 
@@ -366,25 +357,16 @@ def fit_spectral(
     n_threads: int | None = None,  # None: as many as there are cores; the result is the same
 ) -> SpectralClassifier:  # raises DataError where a class has no recording
     "Fit a spectral classifier."
-    if len(np.unique(classes)) < n_classes:
+    if (n := len(np.unique(classes))) < n_classes:
         raise DataError(
-            "some classes have no training recording",
-            code="one-class",
-            found=f"{len(np.unique(classes))} of {n_classes} classes",
+            "some classes have no training recording", code="one-class", found=f"{n} of {n_classes} classes"
         )
     linear = logistic_regression(C=REGULARISATION, max_iter=5000).fit(features.whole, classes)
     weight = 1 / np.bincount(features.recording, minlength=len(classes))[features.recording]
-    forests = [
-        fit_trees(features.whole, classes, seed=seed, n_threads=n_threads),
-        fit_trees(
-            features.windows,
-            classes[features.recording],
-            weight / weight.mean(),
-            seed=seed,
-            n_threads=n_threads,
-        ),
-    ]
-    return _from_fitted(linear, forests, features, n_classes)
+    fit = partial(fit_trees, seed=seed, n_threads=n_threads)
+    of_recordings = fit(features.whole, classes)
+    of_windows = fit(features.windows, classes[features.recording], weight / weight.mean())
+    return _from_fitted(linear, [of_recordings, of_windows], features, n_classes)
 
 
 def _from_fitted(
@@ -437,18 +419,14 @@ BASELINE_TITLES = {
     "trees": "Trees on band statistics",
 }
 _SILENT_DB = -120.0
-_BLOCK_ROWS = 256  # rows
 
 
-def levels(
-    ds: Segments,
-) -> np.ndarray | None:  # [n, 1] dB re full scale; None if a data set does not store it
-    "Return the level of every recording."
+def levels(ds: Segments) -> np.ndarray | None:
+    "Return the level of every recording, [n, 1] dB re full scale; None if a data set does not store it."
     if not all("files/rms_db" in source.file for source in ds.sources):
         return None
-    out = np.concatenate([source.file["files/rms_db"][:] for source in ds.sources]).astype(np.float64)[
-        ds.rows
-    ]
+    stored = np.concatenate([source.file["files/rms_db"][:] for source in ds.sources])
+    out = stored.astype(np.float64)[ds.rows]
     return np.maximum(np.where(np.isfinite(out), out, _SILENT_DB), _SILENT_DB)[:, None]
 
 
@@ -456,46 +434,36 @@ def _band_statistics(ds: Segments, count: DelayedProgress) -> tuple[np.ndarray, 
     "Compute the mean spectrum [n, M] and the features of the trees [n, 2*M] over the segments that each recording has."
     n, n_mels = len(ds.rows), ds.row_shape[2]
     mean, shape = np.empty((n, n_mels)), np.empty((n, 2 * n_mels), np.float32)
-    for source, places, rows in ds.by_source(ds.rows):
-        for at in range(0, len(rows), _BLOCK_ROWS):
-            some = places[at : at + _BLOCK_ROWS]
-            mels = read_rows(source.mels, rows[at : at + _BLOCK_ROWS])
-            for n in np.unique(ds.segment_counts[some]).tolist():
-                mine = ds.segment_counts[some] == n
-                mean[some[mine]] = mels[mine][:, :n].mean(axis=(1, 2, 4), dtype=np.float64)
-            mask = torch.from_numpy(ds.segment_mask[some])
-            whole, _ = window_features(
-                *segment_statistics(torch.from_numpy(mels)), mask, torch.zeros_like(mask, dtype=torch.long), 1
-            )
-            shape[some] = whole[:, 0].numpy()
-            count.add(len(some))
+    for some, mels in _blocks(ds, ds.rows):
+        for n in np.unique(ds.segment_counts[some]).tolist():
+            mine = ds.segment_counts[some] == n
+            mean[some[mine]] = mels.numpy()[mine][:, :n].mean(axis=(1, 2, 4), dtype=np.float64)
+        mask = torch.from_numpy(ds.segment_mask[some])
+        shape[some] = window_features(*segment_statistics(mels), mask)[0][:, 0].numpy()
+        count.add(len(some))
     return mean, shape
 
 
-def baseline_features(
-    *parts: Segments,  # recordings at any level of one or several sets
-    progress: str = "auto",  # as for `core.progress.Progress`; shown where it takes more than a second
-) -> dict[
-    str, np.ndarray
-]:  # [n, F] of each of BASELINE_TITLES, the recordings of the parts one after another
-    "Compute the features of all recordings for each baseline."
+def baseline_features(*parts: Segments, progress: str = "auto") -> dict[str, np.ndarray]:
+    """Compute the features of all recordings, at any level of one or several sets, for each baseline.
+
+    They are [n, F] of each of BASELINE_TITLES, the parts one after another; progress is shown where it takes
+    more than a second.
+    """
     n = sum(len(ds.rows) for ds in parts)
     with DelayedProgress("baseline features", total=n, unit="recordings", show=progress) as count:
         found = [_band_statistics(ds, count) for ds in parts]
     mean, shape = (np.concatenate(own) for own in zip(*found))
     level = [own for own in map(levels, parts) if own is not None]
-    return {
-        "level": np.concatenate(level) if len(level) == len(parts) else mean.mean(1, keepdims=True),
-        "mean_mels": mean,
-        "trees": shape,
-    }
+    of_level = np.concatenate(level) if len(level) == len(parts) else mean.mean(1, keepdims=True)
+    return {"level": of_level, "mean_mels": mean, "trees": shape}
 
 # %% ../../../nbs/learn/model/spectral.ipynb #ba000007
-def fit_logistic(
-    features: np.ndarray,  # [B, M]
-    y_true: np.ndarray,  # [B] bool
-) -> "Pipeline":  # `predict_proba(features)[:, 1]` is the probability of a leak; raises DataError
-    "Fit a logistic regression on standardised features; classes have equal weight."
+def fit_logistic(features: np.ndarray, y_true: np.ndarray) -> "Pipeline":
+    """Fit a logistic regression on standardised features [B, M] and truth [B]; classes have equal weight.
+
+    `predict_proba(features)[:, 1]` is the probability of a leak. Raises DataError.
+    """
     x, y = np.asarray(features, np.float64), np.asarray(y_true, bool)
     if not 0 < y.sum() < len(y):
         counts = f"{int(y.sum()):,} leaks in {len(y):,} recordings"
