@@ -4134,8 +4134,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'leakmel/learn/train/state.py'),
                                            'leakmel.learn.train.state._check_classes': ( 'learn/train/state.html#_check_classes',
                                                                                          'leakmel/learn/train/state.py'),
-                                           'leakmel.learn.train.state._curves_title': ( 'learn/train/state.html#_curves_title',
-                                                                                        'leakmel/learn/train/state.py'),
                                            'leakmel.learn.train.state._machine_use': ( 'learn/train/state.html#_machine_use',
                                                                                        'leakmel/learn/train/state.py'),
                                            'leakmel.learn.train.state._speed': ( 'learn/train/state.html#_speed',
