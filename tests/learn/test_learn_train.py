@@ -481,7 +481,7 @@ def test_out_of_memory_recovery_is_reported(
 ) -> None:
     from leakmel.learn.train import step
 
-    real, batches = step.micro_batch_loss, iter([out_of_memory])
+    real, batches = step.nets.micro_batch_loss, iter([out_of_memory])
     monkeypatch.setattr(step.nets, "micro_batch_loss", lambda *args: next(batches, real)(*args))
     result = trained(sets, tmp_path, settings=replace(TINY, epochs=1))
     assert (result.summary["n_ran_out"], result.summary["micro_batch"]) == (1, TINY.batch_size // 2)

@@ -498,7 +498,8 @@ class Segments(AbstractContextManager["Segments"]):
 
     def __repr__(self) -> str:
         items = f"{len(self):,} x {self.level} {self.item_shape} of {len(self.rows):,} recordings"
-        return f"Segments({items}, {size_text(self.n_bytes)})"
+        short = f", {self.n_too_short:,} too short" if self.n_too_short else ""
+        return f"Segments({items}, {size_text(self.n_bytes)}{short})"
 
 
 def load_items(ds: Segments, device: torch.device, *, progress: str = "auto") -> torch.Tensor:

@@ -347,10 +347,14 @@ def learning_curves(epochs: Sequence[EpochFigures], best: int = 0) -> Any:
             "F1 of whole recordings at the epoch's own threshold; the training loss is taken with augmentation and "
             "dropout, of all classes, and is not the same figure as the log loss"
         )
+    last = epochs[-1]
+    title = f"Loss {last.loss:.3f} after epoch {last.epoch}, {epochs[0].loss:.3f} after the first"
+    if best and not math.isnan(epochs[best - 1].f1):
+        title = f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}"
     f1_axis = dict(overlaying="y", side="right", range=[0, 1.02], dtick=0.2, showgrid=False, automargin=True)
     fig = styled_figure(
         traces,
-        _curves_title(epochs, best),
+        title,
         note,
         height=380,
         xaxis=dict(title=dict(text="epoch"), dtick=max(1, len(table) // 10)),
@@ -358,17 +362,6 @@ def learning_curves(epochs: Sequence[EpochFigures], best: int = 0) -> Any:
         yaxis2=dict(title=dict(text="F1 of recordings", standoff=12), **f1_axis),
     )
     return fig.add_vline(best, line=dict(color="rgba(128,128,128,0.6)", dash="dot")) if best else fig
-
-
-def _curves_title(epochs: Sequence[EpochFigures], best: int) -> str:
-    "Return the title of the learning curves."
-    last = epochs[-1]
-    if not best or math.isnan(epochs[best - 1].f1):
-        return f"Loss {last.loss:.3f} after epoch {last.epoch}, {epochs[0].loss:.3f} after the first"
-    least = min(epochs, key=lambda e: math.inf if math.isnan(e.val_loss) else e.val_loss)
-    overfits = last.val_loss > 1.25 * least.val_loss and last.loss < least.loss
-    title = f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}"
-    return f"{title}; from epoch {least.epoch} on it overfits" if overfits else title
 
 # %% ../../../nbs/learn/train/state.ipynb #dc006e43
 _SHOWN = ["loss", "val_loss", "val_segment_accuracy", "f1", "auc", "batches_per_s", "seconds"]
