@@ -57,7 +57,7 @@ def metadata_of(numbers, rejected=(), spec: MelSpec = SMALL) -> Metadata:
     "Metadata of a data set whose rows come from these candidates."
     paths = [path_of(k) for k in numbers]
     n = len(paths)
-    columns = name_columns(paths)
+    columns = {"path": byte_column(paths)} | name_columns(paths)
     columns |= {name: np.arange(n, dtype=np.int32) for name in FILE_COLUMNS if name not in columns}
     columns |= {
         "encoding": byte_column([b"pcm16"] * n),

@@ -742,8 +742,5 @@ def _open_examined(path: str | os.PathLike, **options: Any) -> h5py.File:
     except OSError as e:
         raise opening_error(e, path) from e
     raise VerifyError(
-        "the file changes while it is opened",
-        code="data-set-changed",
-        path=path,
-        remedy="open it again later",
+        "the file changes while it is opened", code="data-set-changed", path=path, remedy="open it later"
     )

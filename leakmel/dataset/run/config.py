@@ -29,18 +29,17 @@ from leakmel.mel.spec import MelSpec
 log = logging.getLogger("leakmel")
 
 # %% ../../../nbs/dataset/run/config.ipynb #d4fe9ea9
-_COUNTS = (
-    "read_workers",
-    "compute_workers",
-    "write_workers",
-    "files_per_batch",
-    "slots",
-    "gpu_streams",
-    "batch_accumulation",
-    "warmup_slots",
-    "max_bytes_in_flight",
-)
-_BOUNDS = dict.fromkeys(_COUNTS, (1, float("inf"))) | {
+LIMITS = {
+    "read_workers": (1, 256),
+    "compute_workers": (1, 1024),
+    "write_workers": (1, 64),
+    "files_per_batch": (1, 16_384),
+    "slots": (1, 4096),
+    "gpu_streams": (1, 32),
+    "batch_accumulation": (1, 64),
+    "read_ahead": (0, 65_536),
+}  # least and most of what a file of tuned settings may set
+_BOUNDS = dict.fromkeys((*LIMITS, "warmup_slots", "max_bytes_in_flight"), (1, float("inf"))) | {
     "read_ahead": (0, float("inf")),
     "journal_bytes": (0, float("inf")),
     "monitor_interval_s": (0, float("inf")),
@@ -185,16 +184,6 @@ def plan_workers(
 
 # %% ../../../nbs/dataset/run/config.ipynb #52659357
 SCHEMA = 1
-LIMITS = {
-    "read_workers": (1, 256),
-    "compute_workers": (1, 1024),
-    "write_workers": (1, 64),
-    "files_per_batch": (1, 16_384),
-    "slots": (1, 4096),
-    "gpu_streams": (1, 32),
-    "batch_accumulation": (1, 64),
-    "read_ahead": (0, 65_536),
-}  # least and most of what a file may set
 
 
 @dataclass(frozen=True)

@@ -233,8 +233,7 @@ def _no_majority_error(headers: np.ndarray, given: dict[str, Any], folder: Path)
         shown.append(f"and {len(kinds) - _MAX_KINDS_SHOWN:,} more combinations")
     remedy = "give sample_rate and duration_s, and windows that fit"
     if options := _options_of(headers, given):
-        first = next(iter(options.values()))
-        python = ", ".join(f"'{name}': {value:g}" for name, value in first.items())
+        python = ", ".join(f"'{name}': {value:g}" for name, value in next(iter(options.values())).items())
         remedy = f"choose one of: {'; '.join(options)}. In Python spec={{{python}}}"
     return errors.DataError(
         "the recordings differ so much in sample rate or length that none can be chosen for all",
@@ -441,8 +440,7 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             expected="one folder per label",
             remedy="give the parent of the label folders, or give the labels with --table or --pattern (scan)",
         )
-    shown = Counter(map(errors.show_path, manifest.label_names))
-    if twins := [name for name, n in shown.items() if n > 1]:
+    if twins := [name for name, n in Counter(map(errors.show_path, manifest.label_names)).items() if n > 1]:
         what = f"two label folders have the same printed name: {twins[0]}"
         remedy = "rename one of them; label names are stored as text"
         raise errors.DataError(what, code="labels-alike", path=manifest.root, remedy=remedy)

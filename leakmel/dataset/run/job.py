@@ -476,8 +476,7 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
     job.keep(existing.known, existing.rejected, existing.numbers)
     if not job.is_complete():
         return None
-    meta = job_metadata(job, run)
-    job.is_up_to_date = schema.digest_of_metadata(meta) == existing.digest
+    job.is_up_to_date = schema.digest_of_metadata(job_metadata(job, run)) == existing.digest
     if not job.is_up_to_date or not all(report.is_file() for report in report_paths(path)):
         return None
     with run.timeline.span("verify", "main", split=job.split) as moved:
