@@ -45,14 +45,9 @@ MATERIALS = {
     "asbestos-cement": Material(20, 24, 28, f"{_BOOK}: 24; range estimated"),
     "concrete": Material(14, 25, 30, f"{_BOOK}: concrete without steel"),
     "pvc": Material(
-        2.4,
-        4.0,
-        5.0,
-        f"{_BOOK}: rigid PVC 2.4 to 2.75 in slow tests; 5.0 in acoustic models; usual estimated",
+        2.4, 4.0, 5.0, f"{_BOOK}: 2.4 to 2.75 in slow tests; 5.0 in acoustic models; usual estimated"
     ),
-    "pe": Material(
-        0.7, 1.6, 2.5, "PE 80, PE 100: 0.76 GPa in slow tests; 2.2 GPa fits measured speeds; rest estimated"
-    ),
+    "pe": Material(0.7, 1.6, 2.5, "0.76 GPa in slow tests; 2.2 GPa fits measured speeds; rest estimated"),
     "pex": Material(0.4, 0.8, 1.6, "crosslinked polyethylene: 0.46 GPa at 20 °C (Pexgol); rest estimated"),
 }
 
@@ -288,30 +283,16 @@ class Correlation:
         for at in (0, self.distance_m):
             fig.add_vline(x=at, row=1, **place)
         if self.low_m is not None:
-            fig.add_vrect(
-                x0=self.low_m,
-                x1=self.high_m,
-                row=1,
-                col=1,
-                fillcolor=label_colour(2),
-                opacity=0.2,
-                line_width=0,
-            )
-        names = {
-            "xaxis": "position from logger a (m)",
-            "xaxis3": "frequency (Hz)",
-            "yaxis": "correlation",
-            "yaxis2": "coherence",
-            "yaxis3": "phase (rad)",
-        }
+            shade: Any = dict(fillcolor=label_colour(2), opacity=0.2, line_width=0)
+            fig.add_vrect(x0=self.low_m, x1=self.high_m, row=1, col=1, **shade)
+        names = {"xaxis": "position from logger a (m)", "xaxis3": "frequency (Hz)"}
+        names |= {"yaxis": "correlation", "yaxis2": "coherence", "yaxis3": "phase (rad)"}
         fig.update_layout({axis: {"title": {"text": text}} for axis, text in names.items()})
         head = self.text().splitlines()[0]
-        return apply_style(
-            fig,
-            head[:1].upper() + head[1:],
-            "vertical lines: the loggers; shaded: 95 % interval; dashed: coherence of unrelated recordings",
-            640,
-        ).update_layout(showlegend=True)
+        below = (
+            "vertical lines: the loggers; shaded: 95 % interval; dashed: coherence of unrelated recordings"
+        )
+        return apply_style(fig, head[:1].upper() + head[1:], below, 640).update_layout(showlegend=True)
 
 # %% ../../nbs/locate/correlate.ipynb #a1c30011
 def _significance(x: CrossSpectra, method: str, most_s: float) -> tuple[float, float]:
@@ -366,7 +347,7 @@ def _refine(
             break
     delay = estimate_delay(aligned, float(lags[0]) - shift / rate, method)
     by_method = {name: t + shift / rate for name, t in delay.by_method.items()}
-    return replace(delay, by_method=by_method), lags, heights
+    return delay._replace(by_method=by_method), lags, heights
 
 # %% ../../nbs/locate/correlate.ipynb #a1c30014
 @dataclass(frozen=True)
@@ -424,21 +405,13 @@ def _pipe(
     range_m_s = speed.range_m_s if isinstance(speed, WaveSpeed) and speed_error_m_s is None else None
     if speed_error_m_s is None:
         speed_error_m_s = speed.error_m_s if isinstance(speed, WaveSpeed) else 0.05 * speed_m_s
-    values = {
-        "distance_m": (distance_m, True),
-        "speed_m_s": (speed_m_s, True),
-        "clock_error_s": (clock_error_s, False),
-        "speed_error_m_s": (speed_error_m_s, False),
-        "distance_error_m": (distance_error_m, False),
-    }
-    for name, (value, is_positive) in values.items():
+    values = {"distance_m": distance_m, "speed_m_s": speed_m_s, "clock_error_s": clock_error_s}
+    values |= {"speed_error_m_s": speed_error_m_s, "distance_error_m": distance_error_m}
+    for name, value in values.items():
+        is_positive = name in ("distance_m", "speed_m_s")
         if not math.isfinite(value) or value < 0 or is_positive and value == 0:
-            raise UsageError(
-                f"{name} is not valid",
-                code="wrong-value",
-                found=value,
-                expected="a number above 0" if is_positive else "0 or a number above 0",
-            )
+            expected = "a number above 0" if is_positive else "0 or a number above 0"
+            raise UsageError(f"{name} is not valid", code="wrong-value", found=value, expected=expected)
     if Z95 * speed_m_s * clock_error_s >= distance_m:
         raise UsageError(
             "with these clocks the interval of the position would be as long as the pipe",
@@ -616,7 +589,7 @@ def correlate(
     )
     if delay is None:
         return result
-    return _located(result, pipe, replace(delay, by_method=found), lags + correction_s, bool(heights[0] < 0))
+    return _located(result, pipe, delay._replace(by_method=found), lags + correction_s, bool(heights[0] < 0))
 
 # %% ../../nbs/locate/correlate.ipynb #a1c40005
 def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -629,48 +602,35 @@ def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def correlation_traces(
     found: Correlation,
 ) -> list[tuple[int, Trace]]:  # number of the part, and what it shows
-    "Return the curves of a correlation: the correlogram over the position, the coherence, and the phase with the line of the delay."
+    "Return correlogram over the position, coherence, and phase with the line of the delay."
     c, x = found.curves, found.curves.spectra
     traces: list[tuple[int, Trace]] = []
     for k, name in enumerate(METHODS):
         lags, heights = correlogram(x, name)
         shown = np.abs(lags) <= 1.2 * c.most_s
         lags, heights = _thin(lags[shown] + c.correction_s, heights[shown])
-        traces.append(
-            (
-                1,
-                dict(
-                    x=f32((found.distance_m + found.speed_m_s * lags) / 2),
-                    y=f32(heights),
-                    customdata=f32(1000 * lags),
-                    name=name,
-                    line=dict(color=label_colour(k), width=1.4),
-                    visible=True if name == found.method.replace("phase", "ml") else "legendonly",
-                    hovertemplate="%{x:.1f} m, %{customdata:.2f} ms: %{y:.2f}<extra>%{fullData.name}</extra>",
-                ),
-            )
+        curve = dict(
+            x=f32((found.distance_m + found.speed_m_s * lags) / 2),
+            y=f32(heights),
+            customdata=f32(1000 * lags),
+            name=name,
+            line=dict(color=label_colour(k), width=1.4),
+            visible=True if name == found.method.replace("phase", "ml") else "legendonly",
+            hovertemplate="%{x:.1f} m, %{customdata:.2f} ms: %{y:.2f}<extra>%{fullData.name}</extra>",
         )
+        traces.append((1, curve))
     f, coherence = _thin(x.freqs_hz[x.in_band], x.coherence()[x.in_band])
     line = dict(color=label_colour(0), width=1.2)
     omega, ab = (v[x.coherent][:: -(-len(v) // MAX_POINTS)] for v in (2 * np.pi * x.freqs_hz, x.mean(x.ab)))
     # unwrapped about the line of the delay
     phase = np.angle(ab * np.exp(1j * omega * (c.delay_s - c.correction_s))) - omega * c.delay_s
+    dots = dict(mode="markers", marker=dict(color=label_colour(1), size=3))
     traces += [
         (2, dict(x=f32(f), y=f32(coherence), name="coherence", line=line)),
-        (
-            3,
-            dict(
-                x=f32(omega / (2 * np.pi)),
-                y=f32(phase),
-                name="phase",
-                mode="markers",
-                marker=dict(color=label_colour(1), size=3),
-            ),
-        ),
+        (3, dict(x=f32(omega / (2 * np.pi)), y=f32(phase), name="phase", **dots)),
     ]
     if found.delay_s is not None:
         ends = f32(f[[0, -1]])
-        traces.append(
-            (3, dict(x=ends, y=-2 * np.pi * ends * found.delay_s, name="phase of the delay", line=line))
-        )
+        fit = dict(x=ends, y=-2 * np.pi * ends * found.delay_s, name="phase of the delay", line=line)
+        traces.append((3, fit))
     return traces

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/locate/cross_spectra.ipynb #a1c20003
 import math
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -127,13 +128,12 @@ class CrossSpectra:
 
 
 def cross_spectra(
-    a: np.ndarray,  # [n] float64
-    b: np.ndarray,  # [n] float64, the same length
-    sample_rate: int,  # Hz
-    n_samples: int,  # of a segment
-    band_hz: tuple[float, float],  # frequencies that are used
-) -> CrossSpectra:  # raises DataError if the recordings are too short
-    "Average the cross-spectrum of two recordings."
+    a: np.ndarray, b: np.ndarray, sample_rate: int, n_samples: int, band_hz: tuple[float, float]
+) -> CrossSpectra:
+    """Average the cross-spectrum of two recordings, [n] float64 of one length, by segments of so many samples.
+
+    Frequencies of the band are used. Raises DataError if the recordings are too short.
+    """
     hop = n_samples // 2
     n_segments = max(0, 1 + (len(a) - n_samples) // hop)
     if n_segments < MIN_AVERAGES:
@@ -152,16 +152,8 @@ def cross_spectra(
     given = dict(fs=sample_rate, window="hann", nperseg=n_samples, noverlap=n_samples - hop)
     f, ab = signal.csd(y, x, **given)
     aa, bb = (signal.welch(s, **given)[1] for s in (x, y))
-    return CrossSpectra(
-        sample_rate,
-        len(a) / sample_rate,
-        n_samples,
-        n_groups * in_group,
-        ab,
-        aa,
-        bb,
-        (f >= band_hz[0]) & (f <= band_hz[1]),
-    )
+    in_band, duration_s = (f >= band_hz[0]) & (f <= band_hz[1]), len(a) / sample_rate
+    return CrossSpectra(sample_rate, duration_s, n_samples, n_groups * in_group, ab, aa, bb, in_band)
 
 # %% ../../nbs/locate/cross_spectra.ipynb #a1c20008
 METHODS = ("plain", "phat", "scot", "ml")
@@ -175,11 +167,12 @@ def _signal_to_noise(x: CrossSpectra, without: int | None = None) -> np.ndarray:
 
 
 def weighted_spectrum(
-    x: CrossSpectra,
-    method: str,  # one of METHODS; "phase": as "ml"
-    without: int | None = None,  # group that is left out
+    x: CrossSpectra, method: str, without: int | None = None
 ) -> np.ndarray:  # [F] complex128
-    "Weight a cross-spectrum (Knapp and Carter 1976)."
+    """Weight a cross-spectrum (Knapp and Carter 1976) by one of METHODS; "phase": as "ml".
+
+    One group can be left out.
+    """
     ab = x.mean(x.ab, without)
     power = x.mean(x.aa, without) * x.mean(x.bb, without)
     phase = ab / np.maximum(np.abs(ab), np.finfo(float).tiny)
@@ -191,12 +184,8 @@ def weighted_spectrum(
     return weighted[method] if method in weighted else phase * _signal_to_noise(x, without)
 
 
-def correlogram(
-    x: CrossSpectra,
-    method: str = "ml",  # one of METHODS; "phase": as "ml"
-    finer: int = 1,  # points per sample
-) -> tuple[np.ndarray, np.ndarray]:  # lags in s, rising; correlation, 1 at the most
-    "Compute the generalised cross-correlation."
+def correlogram(x: CrossSpectra, method: str = "ml", finer: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    "Compute the generalised cross-correlation, at most 1, with `finer` points per sample; return also the lags in s."
     n = finer * x.n_samples
     spectrum = weighted_spectrum(x, method)
     values = np.fft.fftshift(np.fft.irfft(spectrum, n)) * finer
@@ -205,15 +194,9 @@ def correlogram(
     return lags, values / total if total > 0 else values
 
 # %% ../../nbs/locate/cross_spectra.ipynb #a1c20011
-@dataclass(frozen=True)
-class Delay:
-    "Delay between two recordings."
-
-    by_method: dict[str, float]  # s, of METHODS and "phase"
-    error_s: float  # standard error of the chosen method
-    bound_s: float  # Cramér-Rao bound
-    jackknife_s: float
-    misfit: float  # scatter of the phase over what the coherence allows; 1 is expected
+# delay between two recordings: seconds by each of METHODS and "phase", standard error of the chosen method,
+# Cramér-Rao bound and jackknife, s, and the scatter of the phase over what the coherence allows (1 is expected)
+Delay = namedtuple("Delay", "by_method error_s bound_s jackknife_s misfit")
 
 
 def _slope(x: CrossSpectra, near_s: float, without: int | None = None) -> float:
@@ -241,12 +224,11 @@ def _peak(x: CrossSpectra, method: str, near_s: float, without: int | None = Non
     return t
 
 
-def estimate_delay(
-    x: CrossSpectra,  # of recordings that are aligned to about a sample
-    near_s: float,  # first estimate of the delay, within a fraction of a sample
-    method: str = "ml",  # one of METHODS, or "phase"
-) -> Delay:
-    "Refine a delay to a fraction of a sample, with its standard error."
+def estimate_delay(x: CrossSpectra, near_s: float, method: str = "ml") -> Delay:
+    """Refine a delay to a fraction of a sample, with its standard error, by one of METHODS or "phase".
+
+    The recordings are aligned to about a sample, and the first estimate lies within a fraction of a sample.
+    """
     first = _peak(x, "ml", near_s)
 
     def delay_of(name: str, without: int | None = None) -> float:

@@ -102,12 +102,8 @@ class Device:
     kind = "cuda"  # part of an engine's identity
     processor = ""  # also part of it
 
-    def __init__(
-        self,
-        index: int,
-        *,
-        processor: str = "",  # compute capability, on which the order of sums depends
-    ):
+    # processor: compute capability, on which the order of sums depends
+    def __init__(self, index: int, *, processor: str = ""):
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
         self.processor = processor
@@ -220,10 +216,11 @@ def _open_device(index: int) -> Device:
     return Device(index, processor=f"{major}.{minor}")
 
 
-def open_devices(
-    device: str,  # "cuda" or "auto" (all that are visible), "cuda:1", "cuda:0,2"
-) -> list[Device]:  # at least one; the caller closes them
-    "Open devices by name; raises UsageError for an unknown name, EngineError if the device does not exist."
+def open_devices(device: str) -> list[Device]:
+    """Open at least one device: "cuda" or "auto" (all that are visible), "cuda:1", "cuda:0,2"; the caller closes them.
+
+    Raises UsageError for an unknown name, EngineError if the device does not exist.
+    """
     name = "cuda" if device == "auto" else device
     kind = re.split("[:*]", name)[0]
     if kind in DEVICES:
@@ -367,11 +364,8 @@ class BatchPart:
         return slice(self.at, self.at + self.stop - self.start)
 
 
-def next_block(
-    rest: list[BatchPart],  # remaining rows, batch after batch
-    n_block: int,  # most recordings of a block
-) -> tuple[list[BatchPart], list[BatchPart]]:  # the block, and the remaining rows
-    "Take rows of one sample type for the next block."
+def next_block(rest: list[BatchPart], n_block: int) -> tuple[list[BatchPart], list[BatchPart]]:
+    "Take rows of one sample type, at most so many, for the next block; return the block and the remaining rows."
     block: list[BatchPart] = []
     n = 0
     dtype = rest[0].ticket.samples.dtype

@@ -55,12 +55,8 @@ GRAPH_AFTER = (
 )
 
 
-def block_size(
-    spec: MelSpec,
-    free_bytes: int,  # device memory
-    options: DeviceOptions,
-) -> int:  # recordings, at least 1
-    "Number of recordings in a block: all buffers together use at most half of the free memory."
+def block_size(spec: MelSpec, free_bytes: int, options: DeviceOptions) -> int:
+    "Number of recordings in a block, at least 1: all buffers together use at most half of the free device memory."
     per_recording = 4 * spec.n_samples + 2 * int(np.prod(spec.row_shape)) + 48
     streams = options.gpu_streams if options.async_copies else 1
     fits = free_bytes // 2 // (streams * options.buffers_per_stream * per_recording)
@@ -397,13 +393,12 @@ class DeviceEngine(Engine):
 
 # %% ../../nbs/mel/device_engine.ipynb #c5bd1bf7
 def open_chain(
-    engine: str,  # "auto" or one of DEVICE_ENGINES
-    spec: MelSpec,
-    device: Device,
-    stream: Any,  # of the device
-    n_block: int,  # most recordings in a launch
+    engine: str, spec: MelSpec, device: Device, stream: Any, n_block: int
 ) -> tuple[Chain, str]:  # and the identity of the engine
-    "Create and check the chain of an engine; `auto` takes the first engine that works. Raises EngineError, or the memory error of the device."
+    """Create and check the chain of an engine of DEVICE_ENGINES, for launches of so many recordings on a stream.
+
+    `auto` takes the first engine that works. Raises EngineError, or the memory error of the device.
+    """
     names = DEVICE_ENGINES if engine == "auto" else (engine,)
     for name in names[:-1]:
         try:

@@ -82,12 +82,8 @@ class DeviceOptions:
     max_block: int | None = None  # most recordings per launch; None: as free memory allows
 
 # %% ../../nbs/mel/engines.ipynb #bfa208df
-def engine_identity(
-    name: str,
-    version: str,
-    kind: str,  # of device
-    processor: str,  # what tells processors apart whose rows differ in a bit; empty where none do
-) -> str:
+# kind: of device; processor: what tells processors apart whose rows differ in a bit; empty where none do
+def engine_identity(name: str, version: str, kind: str, processor: str) -> str:
     "Identity of an engine, as it is stored in data sets."
     return f"{name}@{version}/{kind}" + (f"-{processor}" if processor else "")
 
@@ -206,12 +202,11 @@ def self_check(engine: Engine) -> None:
                 )
 
 
-def compute_in_lane(
-    engine: Engine,
-    k: int,  # number of the lane
-    samples: np.ndarray,  # [n, N] int16 or float32
-) -> np.ndarray:  # [n, L, S, M, T] float16, dB; NaN where nothing was written
-    "Compute features of samples in one lane of an engine."
+def compute_in_lane(engine: Engine, k: int, samples: np.ndarray) -> np.ndarray:
+    """Compute features of samples, [n, N] int16 or float32, in lane k of an engine.
+
+    Return [n, L, S, M, T] float16, dB; NaN where nothing was written.
+    """
     out = np.full((len(samples), *engine.spec.row_shape), np.nan, np.float16)
     with closing(engine.open_lane(k)) as lane:
         lane.submit([(samples, out)])[0].wait()
@@ -262,12 +257,8 @@ def engine_candidates(device: str) -> list[tuple[str, str]]:
     return [*devices, *((name, "cpu") for name in CPU_ENGINES)]
 
 
-def load_engine(
-    name: str,  # "auto" or one of ENGINES
-    device: str = "auto",
-    n_fft: int | None = None,  # length of the FFT, if known
-) -> None:
-    "Import the packages of an engine, or of those that `auto` tries up to the compiled one; import errors are ignored (`open_engine` reports them)."
+def load_engine(name: str, device: str = "auto", n_fft: int | None = None) -> None:
+    "Import the packages of an engine, or of those that `auto` tries up to the compiled one; errors are ignored."
     for each in (
         dict.fromkeys(engine for engine, _ in engine_candidates(device)) if name == "auto" else (name,)
     ):
@@ -277,10 +268,8 @@ def load_engine(
                 return
 
 
-def load_class(
-    name: str,  # one of ENGINES
-) -> type[Engine]:  # raises EngineUnavailable if it is not installed, EngineError if its module is broken
-    "Import the class of an engine."
+def load_class(name: str) -> type[Engine]:
+    "Import the class of an engine; raises EngineUnavailable without its packages, EngineError if its module is broken."
     module, cls = ENGINES[name]
     try:
         return getattr(import_module(module), cls)

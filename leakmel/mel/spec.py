@@ -7,9 +7,10 @@ __all__ = ['MelSpec']
 
 # %% ../../nbs/mel/spec.ipynb #35830562
 import hashlib, json, math
+from collections import namedtuple
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -326,12 +327,8 @@ def reference_log_mel(
 _VALUES_AT_ONCE = 1 << 17
 
 
-@dataclass(frozen=True)
-class Reference:
-    "Reference features, and the levels needed for the tolerance."
-
-    db: np.ndarray  # [..., L, S, M, T] float64
-    strongest_db: np.ndarray  # [..., L, S, 1, T] level of the strongest bin of each frame
+# reference features, [..., L, S, M, T] float64, and the level of the strongest bin of each frame, [..., L, S, 1, T]
+Reference = namedtuple("Reference", "db strongest_db")
 
 
 def _bands(x: np.ndarray, bank: np.ndarray) -> np.ndarray:
@@ -388,13 +385,9 @@ def half_step(values: np.ndarray) -> np.ndarray:
     return _HALF_STEPS[np.abs(values).astype(np.float16).view(np.uint16) >> 10]
 
 
-class Bounds(NamedTuple):
-    "Reference features, and the range of correct values around them."
-
-    db: np.ndarray  # [..., M, T] float64
-    low: np.ndarray  # lowest correct value, dB
-    high: np.ndarray  # highest correct value, dB
-    upper: np.ndarray  # bool, whether the value lies in the upper 90 dB of its frame
+# reference features, [..., M, T] float64, lowest and highest correct values around them, dB, and whether a value
+# lies in the upper 90 dB of its frame
+Bounds = namedtuple("Bounds", "db low high upper")
 
 
 def bounds_of(reference: Reference, spec: MelSpec) -> Bounds:

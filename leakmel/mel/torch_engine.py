@@ -32,11 +32,8 @@ CPU_BLOCK_BYTES = 4 << 20
 CUDA_BLOCK_BYTES = 64 << 20
 
 
-def block_files(
-    spec: MelSpec,
-    kind: str,  # of device: "cpu" or "cuda"; others are like the CPU
-) -> int:  # recordings
-    "Number of recordings in a block: their frames, spectra and magnitudes fit into the block memory of the device."
+def block_files(spec: MelSpec, kind: str) -> int:
+    "Number of recordings in a block: frames, spectra and magnitudes fit into the block memory of that kind of device."
     frames = -(-len(spec.grid.distinct[0]) // FRAME_ALIGN) * FRAME_ALIGN
     per_file = frames * 4 * (spec.n_fft + 3 * (spec.n_fft // 2 + 1) + spec.n_mels)
     n_bytes = CUDA_BLOCK_BYTES if kind == "cuda" else CPU_BLOCK_BYTES

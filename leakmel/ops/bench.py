@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/ops/bench.ipynb #537adf4e
 import itertools, json, math, mmap, os, random, shlex, sys, tempfile, time
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -37,15 +38,9 @@ from leakmel.dataset.run.publish import BuildResult
 from leakmel.core.timeline import aligned
 
 # %% ../../nbs/ops/bench.ipynb #87c1bc31
-@dataclass(frozen=True)
-class ProcessRun:
-    "Resources and output of a completed command."
-
-    wall_s: float  # from start to end of the process
-    cpu_s: float  # user and system time
-    peak_rss_bytes: int  # largest resident set
-    body: dict[str, Any]  # the JSON it printed
-    started_s: float = math.nan  # on the clock `time.perf_counter`
+# resources and output of a completed command: seconds from start to end of the process, seconds of user and system,
+# bytes of the largest resident set, the JSON it printed, and the start on the clock `time.perf_counter`
+ProcessRun = namedtuple("ProcessRun", "wall_s cpu_s peak_rss_bytes body started_s", defaults=[math.nan])
 
 
 def run_leakmel(*argv: str) -> ProcessRun:

@@ -7,9 +7,10 @@ __all__ = []
 
 # %% ../../nbs/ops/doctor.ipynb #e3e3dba1
 import itertools, os, platform, tempfile, time
+from collections import namedtuple
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 from textwrap import TextWrapper
@@ -407,17 +408,10 @@ def figure_text(name: str, value: Any) -> str:
     return f"{name.removesuffix('_bytes_per_s').removesuffix('_bytes').replace('_', ' ')}: {shown}"
 
 # %% ../../nbs/ops/doctor.ipynb #b9d9d2f4
-@dataclass(frozen=True)
-class Check:
-    "Result of one check, and advice."
-
-    key: str  # one of CHECKS
-    title: str  # of the line in the report
-    status: str  # ok, warn or missing
-    found: str  # the figures as text, or why they could not be measured
-    advice: str = ""  # one sentence; empty if the status is ok
-    blocks: bool = False  # a build needs this, and it is missing or wrong
-    figures: Figures = field(default_factory=dict)
+# result of one check: key of CHECKS, title of the line in the report, status (ok, warn or missing), what was found (the
+# figures as text, or why there are none), advice (a sentence; empty if the status is ok), whether a build needs this and
+# it is missing or wrong, and the figures
+Check = namedtuple("Check", "key title status found advice blocks figures", defaults=["", False, {}])
 
 
 @dataclass(frozen=True)
@@ -452,7 +446,7 @@ class Report:
             "folder": show_path(self.folder),
             "seconds": self.seconds,
             "counts": self.counts,
-            "checks": [vars(c) for c in self.checks],
+            "checks": [c._asdict() for c in self.checks],
         }
 
     def text(self, columns: int = 100) -> str:

@@ -7,8 +7,9 @@ __all__ = []
 
 # %% ../../nbs/sets/catalogue.ipynb #d361f02a
 import re
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from leakmel.core.errors import UsageError
@@ -18,13 +19,9 @@ from leakmel.core.parameters import answer_unknown
 LEAK, NO_LEAK, NOISE = "LEAK", "NOLEAK", "NOISE"
 
 
-@dataclass(frozen=True)
-class NamedRecording:
-    "What the path of a recording says."
-
-    label: str  # LEAK, NO_LEAK or NOISE; empty: a recording without a label, which stays out of the table
-    group: str  # recordings of one group must not be divided
-    columns: Mapping[str, str] = field(default_factory=dict)  # further columns of the table
+# what the path of a recording says: label (LEAK, NO_LEAK or NOISE; empty: none, and it stays out of the table), group
+# (recordings of one group must not be divided), and further columns of the table
+NamedRecording = namedtuple("NamedRecording", "label group columns", defaults=[{}])
 
 
 Parts = Sequence[str]  # folders and name of a file below the source

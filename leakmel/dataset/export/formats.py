@@ -303,14 +303,13 @@ GROUPS = ("sensor", "session", "folder")  # columns whose values are groups of r
 def _column_facts(source: ExportSource) -> dict[str, Any]:
     "Return counts over the columns, which are read page by page."
     groups = {name: set[tuple[str, str]]() for name in GROUPS}  # and the label
-    status, rates, sums = Counter[str](), Counter[str](), Counter(silent=0, clipped=0)
+    status, sums = Counter[str](), Counter(silent=0, clipped=0)
     times: list[str] = []
     seconds = 0.0
     for page in column_pages(source):
         for name, found in groups.items():
             found.update((group, label) for group, label in zip(page[name], page["label"]) if group)
         status.update(page["status"])
-        rates.update(map(str, page["sample_rate"].tolist()))
         known = [t for t in page["start_time"] if t]
         times = [min(known + times[:1]), max(known + times[1:])] if known else times
         sums.update(silent=int(page["silent"].sum()), clipped=int((page["clipped_share"] > 0).sum()))
@@ -319,7 +318,6 @@ def _column_facts(source: ExportSource) -> dict[str, Any]:
         "groups": {name: Counter(label for _, label in found) for name, found in groups.items() if found},
         "n_groups": {name: len({group for group, _ in found}) for name, found in groups.items()},
         "changed": {name: n for name, n in status.most_common() if name != "ok"},
-        "sample_rates": dict(rates.most_common(_SHOWN)),
         "hours": seconds / 3600,
         "times": times,
         **sums,
@@ -369,7 +367,7 @@ Log-mel spectrograms of recordings of pipes, with labels, for the detection of l
 
 ## Origin{{ of }}
 
-- Recordings: {{ "{:,.2f}".format(f.hours) }} hours, sample rates (Hz): {{ f.sample_rates }}
+- Recordings: {{ "{:,.2f}".format(f.hours) }} hours
 {% for what, value in (
   ("Folder of the recordings", f.source), ("Source of labels and names", f.naming),
   ("Labels by people", f.labels_by_people), ("Built", f.built)) if value %}
@@ -423,20 +421,10 @@ No sensors, sessions or folders are known: recordings of one sensor can be in se
 """
 
 
-def data_set_card(
-    facts: Sequence[Mapping[str, Any]],  # of `data_set_facts`, one for each split
-    *,
-    name: str = "",  # default: name of the first file
-    license: str | None = None,  # of recordings and labels; None: not given
-) -> str:  # Markdown
-    "Write the card of a data set, or of the data sets of several splits."
-    return filled(
-        _CARD,
-        facts=facts,
-        labels=list(dict.fromkeys(label for f in facts for label in f["labels"])),
-        name=name or facts[0]["name"],
-        license=license or NOT_GIVEN,
-    )
+def data_set_card(facts: Sequence[Mapping[str, Any]], name: str, license: str | None = None) -> str:
+    "Return the card, in Markdown, of data sets by their facts, one for each split; without a licence: not given."
+    labels = list(dict.fromkeys(label for f in facts for label in f["labels"]))
+    return filled(_CARD, facts=facts, labels=labels, name=name, license=license or NOT_GIVEN)
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f01d0005
 _TERMS = (
@@ -466,11 +454,8 @@ _KINDS = {  # functions of pyarrow.types -> types of schema.org; the first one t
 }
 
 
-def record_set(
-    name: str,  # of the Parquet file, relative to the description
-    schema: Any,  # pyarrow.Schema of the file
-) -> dict[str, Any]:
-    "Describe the columns of a Parquet file, those with nested values excepted."
+def record_set(name: str, schema: Any) -> dict[str, Any]:
+    "Describe the columns of a Parquet file, named relative to the description; those with nested values are left out."
     types, table = require_package("pyarrow").types, Path(name).stem
     fields: list[dict[str, Any]] = []
     for column in schema:
@@ -490,7 +475,7 @@ def croissant(
     *,
     media: str,  # type of the files, for example "application/x-hdf5"
     version: str,  # of leakmel, which wrote the files
-    date: str,  # ISO 8601
+    date: str = "",  # ISO 8601; empty: today
     license: str | None = None,  # None: not given
     keywords: Sequence[str] = ("leak detection", "acoustics", "log-mel spectrogram"),
     record_sets: Sequence[Mapping[str, Any]] = (),
@@ -504,7 +489,7 @@ def croissant(
         "description": description,
         "license": license or NOT_GIVEN,
         "version": version,
-        "datePublished": date,
+        "datePublished": date or datetime.now(UTC).date().isoformat(),
         "keywords": list(keywords),
         "distribution": [
             {"@type": "cr:FileObject", **dict.fromkeys(("@id", "name", "contentUrl"), file)}
@@ -580,15 +565,19 @@ def _mel_schema(source: ExportSource) -> Any:  # pyarrow.Schema, with the featur
     return pa.schema(list(fields.items()), {"huggingface": json.dumps({"info": {"features": features}})})
 
 
-def _mel_pages(source: ExportSource, start: int, stop: int) -> Iterator[dict[str, Any]]:
-    "Yield the columns of some rows, with mels."
+def _blocks(source: ExportSource, start: int, stop: int) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
+    "Yield columns and mels of some rows, block by block."
     step = rows_of_block(source)
     for first in range(start, stop, step):
         last = min(stop, first + step)
-        page = columns_of(source, first, last)
+        yield columns_of(source, first, last), mel_block(source, first, last)
+
+
+def _mel_pages(source: ExportSource, start: int, stop: int) -> Iterator[dict[str, Any]]:
+    "Yield the columns of some rows, with mels."
+    for page, mels in _blocks(source, start, stop):
         page["start_time"], page["start_utc_offset_s"] = zip(*map(parse_time, page["start_time"]))
-        page["label"] = page.pop("label_id").astype(np.int64)
-        yield page | {"mel": nested_array(mel_block(source, first, last))}
+        yield page | {"label": page["label_id"].astype(np.int64), "mel": nested_array(mels)}
 
 
 def write_huggingface(folder: Path, sources: Sequence[ExportSource], done: _Done) -> None:
@@ -632,17 +621,14 @@ def json_rows(page: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _tar_members(source: ExportSource, start: int, stop: int, done: _Done) -> Iterator[tuple[str, bytes]]:
     "Yield names and contents of the members of a tar file with some rows."
-    step = rows_of_block(source)
-    for first in range(start, stop, step):
-        last = min(stop, first + step)
-        rows = json_rows(columns_of(source, first, last))
-        for k, (mel, row) in enumerate(zip(mel_block(source, first, last), rows), first):
-            key, npy = f"{source.split}-{k:09d}", io.BytesIO()
+    for page, mels in _blocks(source, start, stop):
+        for mel, row in zip(mels, json_rows(page)):
+            key, npy = f"{source.split}-{row['row']:09d}", io.BytesIO()
             np.save(npy, mel, allow_pickle=False)
             yield f"{key}.mel.npy", npy.getvalue()
             yield f"{key}.cls", b"%d" % row["label_id"]
             yield f"{key}.json", json.dumps(row, allow_nan=False).encode()
-        done(last - first)
+        done(len(mels))
 
 
 def write_webdataset(folder: Path, sources: Sequence[ExportSource], done: _Done) -> None:
@@ -790,7 +776,7 @@ def _write_about(
 
     facts = [data_set_facts(s) for s in sources]
     head = front_matter(sources, license) if to == "huggingface" else ""
-    card = head + data_set_card(facts, name=name, license=license)
+    card = head + data_set_card(facts, name, license)
     (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
     values = {
         "written_by": f"{MARKER} {__version__}",
@@ -814,7 +800,6 @@ def _write_about(
         {file: digest_of_file(path, "sha256") for file, path in files.items()},
         media=f"application/x-{kind}",
         version=__version__,
-        date=datetime.now(UTC).date().isoformat(),
         license=license,
         record_sets=[record_set(file, read_schema(path)) for file, path in files.items() if read_schema],
     )
