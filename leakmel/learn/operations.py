@@ -458,11 +458,8 @@ class Evaluate(Operation):
         from leakmel.learn.plans import PARTS, find_data_sets, find_model, find_test_sets
 
         if self.figures and not self._writes(run):
-            raise UsageError(
-                "The option --figures needs a folder for the page",
-                code="invalid-arguments",
-                expected="--out DIR",
-            )
+            reason = "The option --figures needs a folder for the page"
+            raise UsageError(reason, code="invalid-arguments", expected="--out DIR")
         device = pick_device(self.device)
         model, note = find_model(self.model)
         # errors are raised now, not after a demo set is built; a command shows no plan
@@ -557,11 +554,8 @@ class Predict(Operation):
         import plotly  # noqa: F401  # a missing package is an error now, not after the prediction
 
         if not self.out and not run.keeps:
-            raise UsageError(
-                "The option --report needs a file for the scores",
-                code="invalid-arguments",
-                expected="--out scores.csv",
-            )
+            reason = "The option --report needs a file for the scores"
+            raise UsageError(reason, code="invalid-arguments", expected="--out scores.csv")
 
     def plan(self, run: Run) -> DetectorPlan:
         "Find the recordings and the model, choose the rule and the file."

@@ -73,15 +73,11 @@ def find_data_set(path: str | os.PathLike, part: str) -> Path:  # part: of PARTS
         whole = given / data_set_name("")  # of one folder of label folders
         found = whole if whole.is_file() else found
     if not found.is_file():
-        raise DataError(
-            f"the folder has no {part} data set" if given.is_dir() else "the data set does not exist",
-            code="data-set-missing",
-            path=given,
-            expected=found.name,
-            remedy=missing_remedy(
-                given, "build it (leakmel build ROOT --split all --out DIR), or name the file"
-            ),
+        problem = f"the folder has no {part} data set" if given.is_dir() else "the data set does not exist"
+        remedy = missing_remedy(
+            given, "build it (leakmel build ROOT --split all --out DIR), or name the file"
         )
+        raise DataError(problem, code="data-set-missing", path=given, expected=found.name, remedy=remedy)
     return found
 
 
@@ -89,10 +85,8 @@ def find_test_sets(
     data: Sequence[str | os.PathLike],  # data sets to evaluate on, or folders of data sets
     training: Sequence[str | os.PathLike] = (),
     validation: Sequence[str | os.PathLike] = (),
-) -> dict[
-    str, list[Path]
-]:  # of PARTS; parts that are not given are searched in the folders; raises DataError
-    "Find the test sets of an evaluation, and the training and validation sets."
+) -> dict[str, list[Path]]:  # of PARTS; those that are not given are searched in the folders
+    "Find the test sets of an evaluation, and the training and validation sets; raises DataError."
     folders = [_in_folder(user_path(p)) for p in data]
     given = {"training": training, "validation": validation, "testing": data}
     found = {part: [find_data_set(p, part) for p in paths] for part, paths in given.items()}

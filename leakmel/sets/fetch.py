@@ -10,7 +10,7 @@ import errno, hashlib, io, os, re, shutil, stat, sys, tempfile, zipfile
 from collections import Counter, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, count
 from pathlib import Path
 from shlex import quote
@@ -45,6 +45,7 @@ MAX_MEMBERS = 20_000
 MAX_FILE_BYTES = 64_000_000  # of one recording, unpacked
 MAX_TOTAL_BYTES = 2_000_000_000  # of all that is read
 ARCHIVES = (".zip", ".rar")
+FILE_FACTS = ("name", "bytes", "sha256", "published")  # of a file, in set.json
 _MAX_DIRECTORY_BYTES = 8_000_000  # of the directory of a ZIP archive, which is parsed in memory
 # one file of a source: archives, folders and name from the top; bytes; and the outermost archive, None for a file of a folder
 Member = namedtuple("Member", "parts data archive", defaults=[None])
@@ -240,18 +241,10 @@ def write_headerless(data: bytes, path: Path, name: str) -> None:
         raise DataError(message, code="verification", path=path)
 
 # %% ../../nbs/sets/fetch.ipynb #f6f219ff
-@dataclass(frozen=True)
-class Converted:
-    "A recording of a set."
-
-    path: str  # below the folder of recordings
-    source: str  # in the archive
-    named: NamedRecording
-    group: str  # by name, or of several that share files
-    digest: str  # SHA-256 of the file in the archive
-    # sample_rate in Hz, n_samples, format ("mono 16-bit PCM" or another), is_clipped (a sample is at full scale);
-    # or problem: why the file cannot be read
-    facts: Mapping[str, Any]
+# a recording of a set: path below the folder of recordings, path in the archive, what its name says, its group (by name,
+# or of several that share files), SHA-256 of the file in the archive, and facts: sample_rate in Hz, n_samples, format,
+# is_clipped (a sample is at full scale), or problem: why the file cannot be read
+Converted = namedtuple("Converted", "path source named group digest facts")
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -293,7 +286,7 @@ def join_by_content(recordings: Sequence[Converted]) -> list[Converted]:
     for a, b in equal_pairs(recordings):
         both = joined[a.named.group] | joined[b.named.group]
         joined |= dict.fromkeys(both, both)
-    return [replace(r, group=min(joined[r.named.group])) for r in recordings]
+    return [r._replace(group=min(joined[r.named.group])) for r in recordings]
 
 # %% ../../nbs/sets/fetch.ipynb #d330083a
 def counts_of(rs: Sequence[Converted], unlabelled: Sequence[Converted]) -> dict[str, int]:
@@ -321,9 +314,8 @@ def _write_one(
     s: LeakSet, member: Member, named: NamedRecording, folder: Path, taken: dict[str, set[str]]
 ) -> Converted:
     "Write one recording; return its facts."
-    named = NamedRecording(
-        named.label, show_path(named.group), {name: show_path(value) for name, value in named.columns.items()}
-    )
+    columns = {name: show_path(value) for name, value in named.columns.items()}
+    named = NamedRecording(named.label, show_path(named.group), columns)
     below = named.label or BACKGROUND
     name, source = _free_name(member.parts[-1], taken[below]), show_path("/".join(member.parts))
     path = (folder / RECORDINGS / below if named.label else folder / BACKGROUND) / name
@@ -386,7 +378,7 @@ def convert(
     return joined, [r for r in found if not r.named.label], archives - {None}  # type: ignore[return-value]
 
 # %% ../../nbs/sets/fetch.ipynb #88b3e00e
-# a file of a record: folders and name, below any folder; bytes; checksum "md5:..." or "sha256:...", empty: none is published
+# a file of a record: folders and name, address, bytes, and checksum "md5:..." or "sha256:...", empty: none is published
 RemoteFile = namedtuple("RemoteFile", "path url size checksum")
 
 
@@ -555,13 +547,8 @@ def download_files(
                 sha256 = digest_of_file(target, "sha256")
             done += file.size
             bar.update(done)
-            facts.append(_file_facts(file.path, file.size, sha256, file.checksum))
+            facts.append(dict(zip(FILE_FACTS, (file.path, file.size, sha256, file.checksum))))
     return facts
-
-
-def _file_facts(name: str, n_bytes: int, sha256: str, published: str) -> dict[str, Any]:
-    "Return what is stored of a file of a record."
-    return {"name": name, "bytes": n_bytes, "sha256": sha256, "published": published}
 
 # %% ../../nbs/sets/fetch.ipynb #c51505f8
 def offer_text(s: LeakSet, source: str = "") -> str:
@@ -669,7 +656,9 @@ def _facts_of(
     every, counts = (*recordings, *unlabelled), counts_of(recordings, unlabelled)
     unknown = [r.source for r in unlabelled if r.named.group != BACKGROUND]
     places = sorted({source.rpartition("/")[0] or "." for source in unknown})
-    warning = f"{len(unknown):,} recordings have no label and are not in the table: the name of their folder is not known: "
+    warning = (
+        f"{len(unknown):,} recordings have no label and are not in the table: unknown names of folders: "
+    )
     headerless = "headerless 32-bit samples written as WAV files without loss"
     changes = headerless if s.headerless else "files renamed where names occur twice, samples unchanged"
     stated = ((name, counts.get(name, 0), n) for name, n in s.stated.items())
@@ -721,7 +710,7 @@ def _given_files(archives: Iterable[Path]) -> list[dict[str, Any]]:
     "Describe the archives that the user downloaded, by their digests."
     try:
         return [
-            _file_facts(show_path(p.name), p.stat().st_size, digest_of_file(p, "sha256"), "")
+            dict(zip(FILE_FACTS, (show_path(p.name), p.stat().st_size, digest_of_file(p, "sha256"), "")))
             for p in sorted(archives)
         ]
     except OSError as e:

@@ -22,15 +22,8 @@ from leakmel.audio.conform import native
 from leakmel.audio.listing import make_listing
 from leakmel.audio.naming import Naming
 from leakmel.audio.wav import digest_of, read_wav
-from leakmel.core.errors import (
-    DataError,
-    LeakmelError,
-    OutputError,
-    RecordingError,
-    UsageError,
-    missing_remedy,
-    show_path,
-)
+from leakmel.core.errors import DataError, LeakmelError, OutputError, RecordingError, UsageError
+from leakmel.core.errors import missing_remedy, show_path
 from leakmel.core.files import read_own, sealed, write_whole
 from leakmel.core.progress import Progress
 from leakmel.core.store import is_url, output_path
@@ -38,15 +31,8 @@ from leakmel.dataset.file.reader import open_dataset, read_rows
 from leakmel.dataset.file.schema import Rejected
 from leakmel.dataset.run.inputs import SpecLike, decide_spec
 from leakmel.insight.plots import mels_by_label
-from leakmel.learn.data.segments import (
-    DataSource,
-    Segments,
-    close_opened,
-    conform_recording,
-    cut_into_rows,
-    open_sources,
-    source_list,
-)
+from leakmel.learn.data import segments
+from leakmel.learn.data.segments import DataSource, Segments, conform_recording
 from leakmel.learn.model.detector import Detector, load_detector, required_spec, spec_differences
 from leakmel.learn.model.files import model_file, require_kind
 from leakmel.learn.model.spectral import SpectralClassifier
@@ -71,9 +57,8 @@ class Embeddings:
     "Embeddings of recordings."
 
     vectors: np.ndarray  # [n, d] float32
-    paths: tuple[
-        bytes, ...
-    ]  # of each recording, relative to `source` if that is a folder, else as in the data set
+    # of each recording, relative to `source` if that is a folder, else as in the data set
+    paths: tuple[bytes, ...]
     labels: tuple[str, ...]  # empty: no label
     digests: tuple[str, ...]  # of the samples, xxh3-128; empty: not known
     rows: np.ndarray  # [n] int64, rows counted through the data sets; -1: read from recordings
@@ -93,12 +78,17 @@ class Embeddings:
         "One row per recording: path, label, digest, and the values 0 to d - 1."
         import pandas as pd
 
-        head = {"path": list(map(show_path, self.paths)), "label": list(map(show_path, self.labels))}
-        return pd.DataFrame(head | {"digest": list(self.digests)}).join(pd.DataFrame(self.vectors))
+        texts = {
+            "path": map(show_path, self.paths),
+            "label": map(show_path, self.labels),
+            "digest": self.digests,
+        }
+        return pd.DataFrame(texts).join(pd.DataFrame(self.vectors))
 
     @property
     def summary(self) -> dict[str, Any]:
         "Counts and settings as plain values."
+        lost = [{"path": show_path(r.path), "code": r.code, "message": r.message} for r in self.rejections]
         return {
             "recordings": len(self),
             "values": int(self.vectors.shape[1]),
@@ -106,19 +96,14 @@ class Embeddings:
             "identity": self.identity,
             "sources": [show_path(s) for s in self.sources],
             "labelled": sum(map(bool, self.labels)),
-            "rejected": [
-                {"path": show_path(r.path), "code": r.code, "message": r.message} for r in self.rejections
-            ],
+            "rejected": lost,
             "spec": self.spec.to_dict(),
             "length": self.length,
             "seconds": self.seconds,
         }
 
-    def save(
-        self,
-        path: str | os.PathLike,  # ends in .npz
-    ) -> Path:  # raises OutputError
-        "Write the embeddings to a file, as a whole or not at all; replaces other embeddings only."
+    def save(self, path: str | os.PathLike) -> Path:  # raises OutputError
+        "Write the embeddings to a .npz file, as a whole or not at all; replaces other embeddings only."
         target = _checked_target(path)
         about = {name: getattr(self, name) for name in ("kind", "identity", "length", *_TEXTS)}
         # names that are no text are kept: JSON escapes what stands for their bytes
@@ -139,19 +124,11 @@ def _checked_target(path: str | os.PathLike) -> Path:
     "Return the absolute path of a file to write; raises OutputError where it cannot be written, or is another file."
     target = output_path(path)
     if target.suffix.lower() != ".npz":
-        raise OutputError(
-            "embeddings are written to a .npz file",
-            code="not-npz",
-            path=target,
-            expected="a name that ends in .npz",
-        )
+        raise OutputError("embeddings are written to a .npz file", code="not-npz", path=target)
     require_kind(target, "file of embeddings", _is_embeddings)
     if target.parent.exists() and not os.access(target.parent, os.W_OK | os.X_OK):
         raise OutputError(
-            "the output folder cannot be written",
-            code="output-not-writable",
-            path=target.parent,
-            remedy="choose another folder or change its permissions",
+            "the output folder cannot be written", code="output-not-writable", path=target.parent
         )
     return target
 
@@ -161,21 +138,20 @@ def _is_embeddings(f: BinaryIO) -> bool:
         return "vectors.npy" in archive.namelist() and FORMAT.encode() in archive.read("about.npy")
 
 # %% ../../../nbs/learn/embed/embed.ipynb #0e889449
+def _require_file(path: Path, remedy: str) -> None:
+    "Raise DataError where a path is no regular file."
+    if not path.is_file():
+        remedy = missing_remedy(path, remedy)
+        raise DataError("there is no such regular file", code="file-missing", path=path, remedy=remedy)
+
+
 _MOST = 1e9  # of a value: squares of larger ones overflow
 
 
-def load_embeddings(
-    path: str | os.PathLike,  # of `Embeddings.save`
-) -> Embeddings:  # raises DataError for a file that is damaged or of another kind
-    "Read stored embeddings; never runs code."
+def load_embeddings(path: str | os.PathLike) -> Embeddings:
+    "Read a file of `Embeddings.save`, never running code; raises DataError for a damaged or another file."
     where = Path(path)
-    if not where.is_file():
-        raise DataError(
-            "the file does not exist, or is not a regular file",
-            code="file-missing",
-            path=where,
-            remedy=missing_remedy(where, "give a file of leakmel similar --store"),
-        )
+    _require_file(where, "give a file of leakmel similar --store")
     try:
         whole = read_own(where)
         with zipfile.ZipFile(io.BytesIO(whole)) as archive:
@@ -187,9 +163,7 @@ def load_embeddings(
         lengths = {len(x) for x in (vectors, rows, about["paths"], about["labels"], about["digests"])}
         wrong = {
             "another format": about.pop("format") != FORMAT,
-            "vectors of another kind": vectors.dtype != np.float32
-            or vectors.ndim != 2
-            or rows.dtype != np.int64,
+            "vectors of another kind": (vectors.dtype, vectors.ndim, rows.dtype) != (np.float32, 2, np.int64),
             "another number of rows, paths, labels or digests": len(lengths) > 1,
             "no vectors, or no source": not vectors.size or not about["sources"],
             f"values that are not finite, or above {_MOST:g}": not (np.abs(vectors) <= _MOST).all(),
@@ -205,17 +179,15 @@ def load_embeddings(
             code="invalid-embeddings",
             path=where,
             found=show_path((str(e) or type(e).__name__).splitlines()[0][:120]),
-            remedy="write it again with leakmel similar --store",
         ) from e
 
 # %% ../../../nbs/learn/embed/embed.ipynb #2e395ff3
-def band_sums(
-    rows: np.ndarray,  # [B, L, S, M, T] dB
-    counts: np.ndarray,  # [B] int, segments that each row has: the first ones
-) -> (
-    np.ndarray
-):  # [B, 2*M] float64: sums over the segments of the mean of each band in dB, and of its square in dB^2
-    "Sum the moments of the bands over the segments of each row."
+def band_sums(rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Sum the moments of the bands over the segments of each row [B, L, S, M, T].
+
+    The first `counts` [B] of them exist. Returns [B, 2*M] float64: of the mean of each
+    band in dB, and of its square in dB^2.
+    """
     frames = (row[:n].astype(np.float64) for row, n in zip(rows, counts.tolist()))
     return np.stack([np.concatenate([x.mean((1, 3)).sum(0) for x in (f, np.square(f))]) for f in frames])
 
@@ -234,11 +206,16 @@ class Embedder:
     centre: np.ndarray | float = 0.0  # [d] dB, is subtracted
     scale: np.ndarray | float = 1.0  # [d] dB, divides
 
-    def finish(
-        self,
-        means: np.ndarray,  # [n, 2*M] float64, mean over the segments of each recording
-    ) -> np.ndarray:  # [n, d] float32
-        "Make the embeddings of recordings, by the features of `window_features`: shape and deviation of the bands, the level."
+    @property
+    def about(self) -> dict[str, Any]:
+        "Fields of the embeddings that it makes."
+        return {"kind": self.name, "identity": self.identity, "spec": self.spec}
+
+    def finish(self, means: np.ndarray) -> np.ndarray:
+        """Make the embeddings [n, d] float32 of the mean of the segments of each recording, [n, 2*M] float64.
+
+        They are the features of `window_features`: shape and deviation of the bands, the level.
+        """
         vectors = []
         for at in range(0, len(means) or 1, _FINISHED):
             mean, square = np.split(means[at : at + _FINISHED], 2, axis=1)
@@ -249,23 +226,19 @@ class Embedder:
         return np.concatenate(vectors)
 
 
-def open_embedder(
-    model: Detector | None,  # None: band statistics in dB
-    spec: MelSpec,  # of the recordings; of no meaning with a model
-    keep_level: bool = False,  # without a model: the level as a last value
-) -> Embedder:  # raises UsageError for a detector without band statistics or without a spec
-    "Make the embedder of a detector, or of none."
+def open_embedder(model: Detector | None, spec: MelSpec, keep_level: bool = False) -> Embedder:
+    """Make the embedder of a detector, or of none: band statistics in dB.
+
+    `spec` is that of the recordings, `keep_level` adds the level as a last value; both count without a model.
+    Raises UsageError for a detector without band statistics or without a spec.
+    """
     if model is None:
         name = "band statistics"
         return Embedder(name, spec, digest_of(f"{name} 1 {spec.fingerprint()}".encode()), keep_level)
     own = next((m for m in model.members if isinstance(m, SpectralClassifier)), None)
     if own is None:
         raise UsageError(
-            "a network has no embeddings",
-            code="not-spectral",
-            found=f"a detector of the kind {model.kind}",
-            expected="a detector of the kind spectral or blend",
-            remedy="leave the model out: band statistics need no training",
+            "a network has no embeddings: leave the model out", code="not-spectral", found=model.kind
         )
     spec = required_spec(model)
     weights = digest_of(b"".join(v.cpu().numpy().tobytes() for v in own.state_dict().values()))
@@ -281,7 +254,6 @@ def embed_recordings(
     length: str = "spec",  # as for `embed`
     engine: str = "auto",
     files_per_batch: int | None = None,
-    read_workers: int | None = None,
     progress: str = "auto",
 ) -> Embeddings:  # raises LeakmelError
     "Compute the embeddings of listed recordings."
@@ -292,10 +264,9 @@ def embed_recordings(
         np.add.at(sums, block.files[: block.n], band_sums(block.mels[: block.n], block.counts[: block.n]))
 
     with scorers.HostScorer(engine, spec, add) as scorer:
-        sizes = scorers.block_sizes(spec, "cpu", n, files_per_batch, read_workers)
-        readers = scorers.run_scorer(
-            found, spec, scorer, sizes, length=length, label="embeddings of", progress=progress
-        ).readers
+        sizes = scorers.block_sizes(spec, "cpu", n, files_per_batch, None)
+        how = {"length": length, "label": "embeddings of", "progress": progress}
+        readers = scorers.run_scorer(found, spec, scorer, sizes, **how).readers
     good = np.flatnonzero(readers.facts["good"])
     sums /= np.maximum(readers.n_long, 1)[:, None]
     return Embeddings(
@@ -305,20 +276,15 @@ def embed_recordings(
         digests=tuple(d.decode() for d in readers.facts["digest"][good].tolist()),
         rows=np.full(len(good), -1, np.int64),
         sources=(os.fspath(found.listing.folder),),
-        kind=embedder.name,
-        identity=embedder.identity,
-        spec=spec,
+        **embedder.about,
         rejections=tuple(sorted(readers.rejected, key=lambda r: r.path)),
         seconds=time.perf_counter() - began,
         length=length,
     )
 
 
-def listed(
-    folder: Path,  # absolute path or URL
-    paths: Sequence[bytes],  # relative to it
-) -> RecordingList:
-    "List given recordings; those that do not exist are rejected when they are read."
+def listed(folder: Path, paths: Sequence[bytes]) -> RecordingList:
+    "List given recordings of a folder or URL; those that do not exist are rejected when they are read."
     listing = make_listing("", folder, [(p, 0, 0) for p in paths], [""] * len(paths), ("",), Naming())
     return RecordingList(listing, np.full(len(paths), "", object), ParsedNames(list(paths)))
 
@@ -341,7 +307,7 @@ def embed_rows(
             code="features-differ",
             path=ds.sources[0].path,
             found=", ".join(wrong),
-            remedy="build the data set with the spec of the detector, or give the folder of the recordings",
+            remedy="give the folder of the recordings, or build the data set with the spec of the detector",
         )
     step = rows_per_block or max(1, _BLOCK_BYTES // (2 * int(np.prod(ds.row_shape))))
     vectors, labels = list[np.ndarray](), list[str]()
@@ -358,10 +324,7 @@ def embed_rows(
                 vectors.append(embedder.finish(sums / counts[:, None]))
                 if not np.isfinite(vectors[-1]).all():
                     raise DataError(
-                        "some embeddings are not finite",
-                        code="invalid-features",
-                        path=source.path,
-                        remedy="check the data set with leakmel verify",
+                        "some embeddings are not finite", code="invalid-features", path=source.path
                     )
                 bar.update(bar.n_done + len(counts))
     return Embeddings(
@@ -371,9 +334,7 @@ def embed_rows(
         digests=tuple(os.fsdecode(d) for d in facts["digest"]),
         rows=ds.rows,
         sources=tuple(os.path.abspath(s.path) for s in ds.sources),
-        kind=embedder.name,
-        identity=embedder.identity,
-        spec=embedder.spec,
+        **embedder.about,
         seconds=time.perf_counter() - began,
         length="spec",
     )
@@ -401,24 +362,25 @@ def require_used(
     if length and used_length and length != used_length:
         wrong.append(f"length {length}, not {used_length}")
     if wrong:
+        text = (
+            "the features are those of the detector, the data set or the embeddings: no others can be chosen"
+        )
         raise error(
-            "the features are those of the detector, the data set or the embeddings, so others cannot be chosen",
-            code=code,
-            found=", ".join(wrong),
-            remedy="leave sample rate, length and other features out, or compute the embeddings again",
+            text, code=code, found=", ".join(wrong), remedy="leave sample rate, length and other features out"
         )
 
 
 def embed(
-    model: Model,  # detector of the kind spectral or blend, which standardises them, as for `predict`; None: band statistics in dB
-    source: DataSource
-    | Sequence[
-        DataSource
-    ],  # data set, several with equal features, or a folder of recordings in any subfolders
+    # detector (spectral or blend), which standardises them, as for `predict`; None: band statistics in dB
+    model: Model,
+    # data set, several with equal features, or a folder of recordings in any subfolders
+    source: DataSource | Sequence[DataSource],
     *,
     out: str | os.PathLike | None = None,  # .npz file to write
-    spec: SpecLike = None,  # folder without a model: features; None: `disjoint` with the rate and length of most recordings
-    length: str = "spec",  # folder: "spec": as much of a recording as a row of a data set holds; "whole": all of it
+    # folder without a model: features; None: `disjoint` with the rate and length of most recordings
+    spec: SpecLike = None,
+    # folder: "spec": as much of a recording as a row of a data set holds; "whole": all of it
+    length: str = "spec",
     engine: str = "auto",  # folder: as for `predict`
     files_per_batch: int | None = None,  # recordings that are computed together; no effect on the result
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
@@ -433,26 +395,21 @@ def embed(
             spec = decide_spec(spec, [found.listing]).spec
         embedder = open_embedder(detector, spec)  # type: ignore[arg-type]
         require_used(spec, embedder.spec)
-        done = embed_recordings(
-            found, embedder, length=length, engine=engine, files_per_batch=files_per_batch, progress=progress
-        )
+        how: dict[str, Any] = {"length": length, "engine": engine, "files_per_batch": files_per_batch}
+        done = embed_recordings(found, embedder, **how, progress=progress)
     else:
-        sources = source_list(source)
-        opened = open_sources(sources, same_labels=False)
+        sources = segments.source_list(source)
+        opened = segments.open_sources(sources, same_labels=False)
         try:
             ds = Segments(opened, level="recording", with_labels=False, preload_to_ram=False, progress="none")
             embedder = open_embedder(detector, opened[0].spec)
             require_used(spec, opened[0].spec, length, "spec")
             done = embed_rows(ds, embedder, rows_per_block=files_per_batch, progress=progress)
         finally:
-            close_opened(opened, sources)
+            segments.close_opened(opened, sources)
     if not len(done):
-        raise DataError(
-            "no recording has an embedding",
-            code="all-rejected",
-            path=Path(done.sources[0]),
-            found="; ".join(f"{show_path(r.path)}: {r.message}" for r in done.rejections[:3]),
-        )
+        why = "; ".join(f"{show_path(r.path)}: {r.message}" for r in done.rejections[:3])
+        raise DataError("no recording has an embedding", code="all-rejected", path=done.sources[0], found=why)
     if target is not None:
         done.save(target)
     return done
@@ -462,14 +419,11 @@ _BLOCK = 8192  # recordings that are compared at once
 _MIN_DEVIATION = 1e-6  # of a value that is the same in all recordings; it is not divided
 
 
-def nearest(
-    vectors: np.ndarray,  # [n, d] float32, n at least 1
-    query: np.ndarray,  # [d]
-    k: int,  # neighbours, at least 1
-) -> tuple[
-    np.ndarray, np.ndarray
-]:  # [k] int64 numbers and [k] float64 distances, the nearest first; of equal ones the first
-    "Find the nearest vectors by comparing all."
+def nearest(vectors: np.ndarray, query: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Find the k nearest of the vectors [n, d] float32 to a query [d] by comparing all; n and k at least 1.
+
+    Returns [k] int64 numbers and [k] float64 distances, the nearest first; of equal ones the first.
+    """
     blocks = [vectors[at : at + _BLOCK] for at in range(0, len(vectors), _BLOCK)]
     mean = sum(x.sum(0, dtype=np.float64) for x in blocks) / len(vectors)
     deviation = np.sqrt(sum(np.square(x - mean).sum(0) for x in blocks) / len(vectors))
@@ -480,9 +434,9 @@ def nearest(
 
 # %% ../../../nbs/learn/embed/embed.ipynb #1f525c4a
 SAME_CONTENT, SAME_FEATURES = "same content", "same features"
-_SAME = 1e-3  # largest distance of recordings with the same features: a copy in another encoding has other last digits
+# largest distance of recordings with the same features: a copy in another encoding has other last digits
+_SAME = 1e-3
 _COLUMNS = ["path", "label", "similarity", "distance", "duplicate"]
-_MOST_PICTURES = 12
 
 
 @dataclass(frozen=True)
@@ -514,13 +468,10 @@ class SimilarRecordings:
     @property
     def summary(self) -> dict[str, Any]:
         "Neighbours and counts as plain values, for machines."
+        near = [vars(n) | {"path": show_path(n.path), "label": show_path(n.label)} for n in self.neighbours]
         return {
             "query": show_path(self.query),
-            "neighbours": [
-                {name: getattr(n, name) for name in _COLUMNS}
-                | {"path": show_path(n.path), "label": show_path(n.label)}
-                for n in self.neighbours
-            ],
+            "neighbours": [{name: n[name] for name in _COLUMNS} for n in near],
             "labels": {show_path(name): n for name, n in self.labels.items()},
             "recordings": len(self.among),
             "rejected": len(self.among.rejections),
@@ -550,18 +501,13 @@ class SimilarRecordings:
         labels = f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label"
         return "\n".join([head, *near, labels, *lost])
 
-    def figure(
-        self,
-        most: int = 5,  # neighbours, 1 to 12
-    ) -> "go.Figure":  # raises UsageError; a recording that cannot be read again has an empty picture
-        "Draw the mel spectrograms of the query and of the nearest recordings, as long as they were compared, with one colour scale."
-        if not 1 <= most <= _MOST_PICTURES:
-            raise UsageError(
-                "the figure cannot show this number of recordings",
-                code="out-of-range",
-                found=most,
-                expected=f"1 to {_MOST_PICTURES}",
-            )
+    def figure(self, most: int = 5) -> "go.Figure":
+        """Draw the mel spectrograms of the query and of its 1 to 12 nearest, as long as they were compared.
+
+        A recording that cannot be read again has an empty picture. Raises UsageError for another number.
+        """
+        if not 1 <= most <= 12:
+            raise UsageError("the figure shows 1 to 12 recordings", code="out-of-range", found=most)
         near, spec = self.neighbours[:most], self.among.spec
         mels = [_features_of(self.query, spec, self.length), *self._features(near)]
         longest = max(map(len, mels))
@@ -607,7 +553,7 @@ def _features_of(path: str | os.PathLike | bytes, spec: MelSpec, length: str) ->
         row, _ = conform_recording(read_wav(path), spec, length)
     except (RecordingError, OSError):
         return np.full(spec.row_shape, np.nan, np.float32)
-    rows, counts = cut_into_rows(row, spec)
+    rows, counts = segments.cut_into_rows(row, spec)
     return np.concatenate([x[:n] for x, n in zip(log_mel(rows, spec, engine="reference"), counts)])
 
 # %% ../../../nbs/learn/embed/embed.ipynb #9c451819
@@ -616,13 +562,14 @@ Collection = DataSource | Sequence[DataSource] | Embeddings
 
 def similar(
     query: str | os.PathLike,  # WAV file
-    among: Collection,  # data set, several with equal features, folder of recordings, embeddings, or their file (.npz)
+    # data set, several with equal features, folder of recordings, embeddings, or their file (.npz)
+    among: Collection,
     *,
     model: Model = None,  # as for `embed`
     k: int = 10,  # recordings to find
     spec: SpecLike = None,  # folder without a model: features, as for `embed`
-    length: str
-    | None = None,  # of the query and of recordings of a folder: "spec", or "whole" for all of a recording; None: as stored, else "spec"
+    # of query and recordings of a folder: "spec", or "whole" for all of it; None: as stored, else "spec"
+    length: str | None = None,
     engine: str = "auto",  # as for `predict`
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> SimilarRecordings:  # raises LeakmelError
@@ -630,13 +577,7 @@ def similar(
     if not isinstance(k, int) or k < 1:
         raise UsageError("k must be a whole number of at least 1", code="out-of-range", found=repr(k))
     path = Path(os.path.abspath(query))
-    if not path.is_file():
-        raise DataError(
-            "the recording does not exist, or is not a regular file",
-            code="file-missing",
-            path=path,
-            remedy=missing_remedy(path, "give a WAV file"),
-        )
+    _require_file(path, "give a WAV file")
     detector = opened_model(model)
     if isinstance(among, (str, os.PathLike)) and Path(among).suffix.lower() == ".npz":
         among = load_embeddings(among)
@@ -646,32 +587,25 @@ def similar(
     given |= {"length": length or found.length or "spec", "progress": "none"}
     embedder = open_embedder(detector, found.spec)
     if embedder.identity != found.identity:
-        raise DataError(
+        text, remedy = (
             "the embeddings were computed with another model or other features",
-            code="other-embeddings",
-            path=found.sources[0],
-            found=found.kind,
-            expected=embedder.name,
-            remedy="name the model that computed them, or compute them again",
+            "compute them again",
         )
+        given = {"found": found.kind, "expected": embedder.name, "remedy": remedy}
+        raise DataError(text, code="other-embeddings", path=found.sources[0], **given)
     own = embed_recordings(listed(path.parent, [os.fsencode(path.name)]), embedder, **given)
     if not len(own):
         why = own.rejections[0]
         raise DataError(
-            f"the recording cannot be used: {why.message}",
-            code="query-rejected",
-            path=path,
-            found=why.code,
-            remedy="give a recording of at least one long segment",
+            f"the recording cannot be used: {why.message}", code="query-rejected", path=path, found=why.code
         )
     if found.vectors.shape[1:] != own.vectors.shape[1:]:
+        sizes = {"found": found.vectors.shape, "expected": own.vectors.shape[1]}
         raise DataError(
             "the vectors do not have the length of their kind",
             code="invalid-embeddings",
             path=found.sources[0],
-            found=found.vectors.shape,
-            expected=own.vectors.shape[1],
-            remedy="compute them again",
+            **sizes,
         )
     numbers, distances = nearest(found.vectors, own.vectors[0].astype(np.float64), k)
     neighbours = []

@@ -64,9 +64,8 @@ class Evaluation:
     model: str  # the detector
     task: Task
     spec: MelSpec | None  # None: files of the earlier system
-    table: (
-        pd.DataFrame
-    )  # for each recording: path, label, sensor, group, leak, score of each rule and baseline
+    # a row for each recording: path, label, sensor, group, leak, a score for each rule and baseline
+    table: pd.DataFrame
     segment_scores: np.ndarray  # [B, L]; NaN after the end of a recording
     groups: stats.Groups
     vote: str  # voting rule of the verdict

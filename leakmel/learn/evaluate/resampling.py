@@ -27,14 +27,13 @@ from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress
 from leakmel.core.operation import RowTable, user_path, write_summary
-from leakmel.insight.plots import f32, label_colour, plain_text, styled_figure
+from leakmel.insight.plots import plain_text
 from leakmel.learn.data.splits import Group, group_name, group_values, recordings_of
 from leakmel.learn.data.segments import Task
 from leakmel.learn.data.splits import can_be_left_out, label_counts, recordings_table
-from leakmel.learn.evaluate.plots import error_bars, reliability_figure, roc_figure
+from leakmel.learn.evaluate.plots import auc_figure, reliability_figure, roc_figure
 from leakmel.learn.metrics import significance as stats
 from leakmel.learn.metrics.metrics import HeldOutScores, cross_calibrated, leak_metrics, reliability
-from leakmel.learn.metrics.significance import MIN_GROUPS, differences, plain, score_model
 from leakmel.learn.model.spectral import BASELINE_TITLES, baseline_features
 from leakmel.learn.model.files import pick_device, require_result
 from leakmel.learn.model.settings import TrainSettings
@@ -124,35 +123,6 @@ def figures_text(model: stats.ScoredModel) -> str:
         f"{stats.figure_title(n)} {model.figures[n]:.3f}{model.intervals[n].in_brackets()}" for n in QUALITY
     )
 
-
-def auc_figure(
-    points: pd.DataFrame,  # line, x, auc, its interval auc_low and auc_high, text; the first line is the detector
-    title: str,
-    note: str,
-    xaxis: Mapping[str, Any],
-) -> "go.Figure":
-    "Draw lines of AUC with their intervals as bars; a figure without an interval has no bar."
-    traces = []
-    for k, (name, own) in enumerate(points.groupby("line", sort=False)):
-        colour = label_colour(k)
-        ends = (own["auc_low"], own["auc_high"])
-        traces.append(
-            dict(
-                type="scatter",
-                name=name,
-                x=f32(own["x"]),
-                y=f32(own["auc"]),
-                mode="lines+markers",
-                line=dict(color=colour, width=1.4 if k else 2.6, dash="dot" if k else "solid"),
-                marker=dict(color=colour, size=6 if k else 9),
-                error_y=error_bars(own["auc"], *ends, colour),
-                customdata=[f"{text}{stats.Interval(*i)}" for text, *i in zip(own["text"], *ends)],
-                hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
-            )
-        )
-    fig = styled_figure(traces, title, note, height=460, xaxis=xaxis, yaxis=dict(title=dict(text="AUC")))
-    return fig.update_layout(margin=dict(b=44))
-
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #cv000013
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class CrossValidation(Resampled):
@@ -203,7 +173,11 @@ class CrossValidation(Resampled):
     def spread(self) -> dict[str, dict[str, float | int | None]]:
         "Least, largest and standard deviation of AUC and balanced accuracy over folds and over seeds; n of each."
         return {
-            f"{name}_{n}": {"low": plain(v.min()), "high": plain(v.max()), "sd": plain(v.std(ddof=0))}
+            f"{name}_{n}": {
+                "low": stats.plain(v.min()),
+                "high": stats.plain(v.max()),
+                "sd": stats.plain(v.std(ddof=0)),
+            }
             | {"n": int(v.count())}
             for name, parts in (("folds", self.folds), ("seeds", self.seeds))
             for n, v in parts[[*QUALITY]].items()
@@ -471,66 +445,6 @@ def find_grouping(
     note = f"{n:,} of {len(values):,} recordings have no {group_name(name)} and form one group"
     return folds.joined_groups(table, stats.encode_groups(name, values, note if n else "")), {}
 
-# %% ../../../nbs/learn/evaluate/resampling.ipynb #ge000008
-_MAY_SHARE_PIPES = ("recording", "session", "date")  # such groups may be of one pipe
-
-
-def _group_noun(name: str) -> str:
-    "Name a group in a sentence."
-    return "group" if name.startswith("re:") else show_path(name.removeprefix("extra/"))
-
-
-def new_group_answer(
-    truth: np.ndarray,  # [n] bool
-    # name, groups and out-of-fold scores, [n] or [seeds, n], the easiest grouping first
-    tested: Sequence[tuple[str, stats.Groups, np.ndarray]],
-    *,
-    n_draws: int = 2000,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """State what happens on a new group: the AUC by the hardest grouping with enough groups, and its fall from the easiest one.
-
-    Plain values: text, names of both groupings, AUC with its interval, and the fall (None where they are one grouping).
-    """
-    boots = [stats.Bootstrap(truth, groups, n_draws=n_draws, seed=seed) for _, groups, _ in tested]
-    support = [boot.group_support("auc") for boot in boots]
-    enough = [k for k, (n, _) in enumerate(support) if n >= MIN_GROUPS]
-    few = "; ".join(f"only {what}" for n, what in support if n < MIN_GROUPS)
-    too_few = f"{few}; at least {MIN_GROUPS} are needed."
-    unknown = "What happens on a new pipe cannot be told:"
-    found: dict[str, Any] = {"text": f"{unknown} {too_few}", "hardest": "", "easiest": ""}
-    found |= dict.fromkeys(("auc", "low", "high", "fall"))
-    if not enough:
-        return found
-    boot = boots[
-        enough[-1]
-    ]  # of the hardest grouping: the same draws for both, as their difference is paired
-    easy, hard = (
-        score_model(boot, score, name=name, title=_group_noun(name))
-        for name, _, score in (tested[enough[0]], tested[enough[-1]])
-    )
-    auc, i = hard.figures["auc"], hard.intervals["auc"]
-    words = (".2f", "95 % interval ")
-    text = f"On a new {hard.title}, expect an AUC of {auc:.2f}{i.in_brackets(*words)}"
-    if easy.name != hard.name:
-        fall = differences(boot, easy, hard)["auc"]
-        found["fall"] = fall.summary
-        than = f"folds by {easy.title} ({easy.figures['auc']:.2f})"
-        reach = fall.interval.in_brackets(*words)
-        if fall.is_better:
-            text += f": {fall.value:.2f} less{reach} than with {than}"
-        else:
-            text += f". A fall from {than} is not shown: it is {fall.value:.2f}{reach}"
-    sentences = {
-        f"{text}.": True,
-        "That is not shown to be better than chance.": i.known and i.low <= 0.5,
-        f"{unknown} folds by {hard.title} test known pipes too.": hard.name in _MAY_SHARE_PIPES,
-        f"Harder tests decide nothing: {too_few}": bool(few),
-    }
-    found["text"] = " ".join(sentence for sentence, holds in sentences.items() if holds)
-    found |= {"hardest": hard.name, "easiest": easy.name}
-    return found | {"auc": plain(auc), "low": plain(i.low), "high": plain(i.high)}
-
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #ge000015
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Generalisation(Resampled):
@@ -579,7 +493,7 @@ class Generalisation(Resampled):
             for at, found in enumerate(self.tested.values())
             for k, (n, m) in enumerate(found.models.items())
         ]
-        titles = [" = ".join(map(_group_noun, (g["by"], *g["same_groups"]))) for g in shown]
+        titles = [" = ".join(map(stats.group_noun, (g["by"], *g["same_groups"]))) for g in shown]
         axis = dict(
             title=dict(text="folds by (harder test to the right)"),
             tickvals=list(range(len(shown))),
@@ -688,64 +602,9 @@ def generalisation(
             table=pd.DataFrame(map(_table_row, rows, models)),
             groupings=rows,
             tested=tested,
-            answer=new_group_answer(truth, hardest, n_draws=n_draws, seed=seed),
+            answer=stats.new_group_answer(truth, hardest, n_draws=n_draws, seed=seed),
             **run.facts(facts),
         ).written()
-
-# %% ../../../nbs/learn/evaluate/resampling.ipynb #lc000005
-CURVES = ("recordings", "groups")  # fewer recordings of each group, and fewer groups
-SHARES = (0.25, 0.5, 0.75, 1.0)
-
-
-def smaller_part(
-    classes: np.ndarray,  # [k] int, class of each training recording
-    code: np.ndarray,  # [k] int, group of each training recording
-    curve: str,  # "recordings": of each group; "groups": with all of their recordings
-    share: float,  # above 0, at most 1
-    seed: int = 0,
-) -> np.ndarray:  # [m] int, places of the chosen recordings, ascending
-    "Choose a share of the training recordings; a smaller share is a part of a larger one of the same seed."
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(code))
-    if curve == "recordings":
-        cell = pd.DataFrame({"group": code[order], "class": classes[order]}).groupby(["group", "class"])
-        rank, size = cell.cumcount().to_numpy(), cell["group"].transform("size").to_numpy()
-        return np.sort(order[rank < np.maximum(1, np.floor(share * size + 0.5))])
-    numbers, each = np.unique(code, return_inverse=True)
-    held = np.zeros((len(numbers), int(classes.max()) + 1), bool)
-    held[each, classes] = True
-    drawn = rng.permutation(len(numbers))
-    alike = pd.Series(list(map(bytes, held[drawn]))).groupby(list(map(bytes, held[drawn])))
-    place = (alike.cumcount() + rng.random(len(numbers))) / alike.transform("size")
-    drawn = drawn[np.argsort(place, kind="stable")]
-    first = {int(drawn[held[drawn, k]][0]) for k in np.flatnonzero(held.any(0))}  # a group of each class
-    chosen = sorted(drawn, key=lambda g: g not in first)[: max(len(first), round(share * len(numbers)))]
-    return np.flatnonzero(np.isin(each, chosen))
-
-# %% ../../../nbs/learn/evaluate/resampling.ipynb #lc000008
-NEGLIGIBLE = 0.01  # AUC: an interval within it shows that more would hardly help
-
-
-def describe_gain(
-    gain: stats.Difference,  # AUC with all of the training recordings less that with a smaller part
-    curve: str,  # "recordings" or "groups"
-    share: float,  # of the smaller part
-    word: str,  # what a group is, "sensor"
-) -> dict[str, Any]:
-    """State whether more recordings or more groups would help, in plain values.
-
-    The finding is `helps`: the interval is above 0; `hardly`: it lies within NEGLIGIBLE; else `unknown`.
-    """
-    i = gain.interval
-    what = f"recordings of the same {word}s" if curve == "recordings" else f"{word}s"
-    finding, answer = "unknown", f"Whether more {what} would help cannot be told"
-    if i.known and i.low > 0 and i.high > NEGLIGIBLE:
-        finding, answer = "helps", f"More {what} would probably help"
-    elif i.known and max(abs(i.low), abs(i.high)) <= NEGLIGIBLE:
-        finding, answer = "hardly", f"More {what} would hardly help"
-    ends = i.in_brackets(name="95 % interval ") or f" ({i.note})"
-    text = f"{answer}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all."
-    return gain.summary | {"share": share, "finding": finding, "text": text}
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #lc000011
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -813,7 +672,7 @@ def _points(
 ) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
     "Compute the points of both curves and the gains."
     boot = stats.Bootstrap(run.data.training.is_leak, groups, n_draws=run.n_draws, seed=run.settings.seed)
-    models = {of: score_model(boot, own["detector"], name="", title="") for of, own in found.items()}
+    models = {of: stats.score_model(boot, own["detector"], name="", title="") for of, own in found.items()}
     values = dict[Any, dict[str, Any]]()
     for of, model in models.items():
         learned = [groups.code[fit.learned] for fit in fits if fit.of == of]
@@ -826,13 +685,13 @@ def _points(
         }
     enough = 0.95 * values[_WHOLE]["recordings"]
     points, gains = [], {}
-    for curve in CURVES:
+    for curve in folds.CURVES:
         smaller = sorted(of for of in found if of[0] == curve and values[of]["recordings"] < enough)
         points += [{"curve": curve, "share": of[1], **values[of]} for of in (*smaller, _WHOLE)]
         if smaller:
             half = min(smaller, key=lambda of: abs(of[1] - 0.5))
-            gain = differences(boot, models[_WHOLE], models[half])["auc"]
-            gains[curve] = describe_gain(gain, curve, half[1], groups.word)
+            gain = stats.differences(boot, models[_WHOLE], models[half])["auc"]
+            gains[curve] = stats.describe_gain(gain, curve, half[1], groups.word)
     return pd.DataFrame(points), gains
 
 
@@ -842,7 +701,8 @@ def learning_curve(
     group: Group = "sensor",  # kept together in folds and intervals; as for `cross_validate`
     # folder of learning_curve.csv, learning_curve.html, summary.json and finished fits; None: none is written
     out: str | os.PathLike | None = None,
-    sizes: Sequence[float] | None = None,  # shares of the training recordings, 1 is always one; None: SHARES
+    sizes: Sequence[float]
+    | None = None,  # shares of the training recordings, 1 is always one; None: folds.SHARES
     n_folds: int = 5,  # at least 2; as for `cross_validate`
     seeds: int = 3,  # repetitions with other folds, parts and fits, at least 1
     settings: TrainSettings | None = None,  # None: the defaults; the kind "auto" is taken as "spectral"
@@ -862,7 +722,7 @@ def learning_curve(
     them. More of them *would help* where the 95 % bootstrap interval of the gain over groups lies above 0, *would
     hardly help* where it lies within 0.01 of 0, and otherwise it *cannot be told*.
     """
-    shares = sorted({float(share) for share in (SHARES if sizes is None else sizes)} - {1.0})
+    shares = sorted({float(share) for share in (folds.SHARES if sizes is None else sizes)} - {1.0})
     settings = settings or TrainSettings()
     if not shares or shares[0] <= 0 or shares[-1] > 1 or settings.detector == "blend":
         raise UsageError(
@@ -880,9 +740,9 @@ def learning_curve(
     with open_resampling("learning_curve", data, out, settings, device, progress, numbers, **how) as run:
         groups = run.groups(group)
         fits = run.fits(_WHOLE, groups)
-        for fit, of in list(product(fits, product(CURVES, shares))):
+        for fit, of in list(product(fits, product(folds.CURVES, shares))):
             own, seed = fit.learned, run.settings.seed + fit.seed
-            part = smaller_part(run.data.training.labels[own], groups.code[own], *of, seed)
+            part = folds.smaller_part(run.data.training.labels[own], groups.code[own], *of, seed)
             fits.append(replace(fit, of=of, learned=own[part]))
         scores, rows = run.scores(fits, baselines=False)
         table, gains = _points(run, groups, fits, scores)

@@ -446,10 +446,8 @@ def cautions(truth: np.ndarray, groups: Groups) -> tuple[str, ...]:  # truth: [B
     if n_all < MIN_GROUPS:
         only = f"{'only ' * (n_all > 1)}{groups.counted(n_all)}"
         found.append(f"All recordings come from {only}, {nothing} about others.")
-    shares = np.bincount(code, weights=truth, minlength=n_all) / np.bincount(
-        code, minlength=n_all
-    )  # of leaks
-    if n_all < len(truth) and truth.any() and not truth.all() and np.isin(shares, (0, 1)).all():
+    leak_shares = np.bincount(code, weights=truth, minlength=n_all) / np.bincount(code, minlength=n_all)
+    if n_all < len(truth) and truth.any() and not truth.all() and np.isin(leak_shares, (0, 1)).all():
         weak.append(
             f"Each of {groups.counted(n_all)} has one label only: a detector can separate the labels by recognising the groups, without detecting leaks."
         )
@@ -462,18 +460,16 @@ def permute_group_labels(
 ) -> np.ndarray:  # [B] bool
     "Permute the shares of leaks between groups, and draw which recordings are leaks; no class is lost."
     code, size = groups.code, np.bincount(groups.code, minlength=len(groups))
-    wanted = (
-        rng.permutation(np.bincount(code, weights=truth, minlength=len(groups)) / size) * size
-    )  # [G] leaks, in parts of one too
+    # [G] leaks, in parts of one too
+    wanted = rng.permutation(np.bincount(code, weights=truth, minlength=len(groups)) / size) * size
     leaks = np.floor(wanted + rng.random(len(groups)))
     if not leaks.any():
         leaks[rng.choice(len(groups), p=wanted / wanted.sum())] = 1
     if leaks.sum() >= len(truth):
         leaks[rng.choice(len(groups), p=(size - wanted) / (size - wanted).sum())] -= 1
     place, order = np.empty(len(truth), np.int64), np.lexsort((rng.random(len(truth)), code))
-    place[order] = np.arange(len(truth)) - np.repeat(
-        np.cumsum(size) - size, size
-    )  # of each recording within its group
+    # of each recording within its group
+    place[order] = np.arange(len(truth)) - np.repeat(np.cumsum(size) - size, size)
     return place < leaks[code]
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #bd6ad6d9
@@ -569,3 +565,87 @@ def group_rows(truth: np.ndarray, model: ScoredModel, groups: Groups) -> list[di
         for k, (name, c) in enumerate(zip(groups.names, counts))
     ]
     return sorted(rows, key=lambda row: (row["accuracy"], -row["recordings"], row["group"]))
+
+# %% ../../../nbs/learn/metrics/significance.ipynb #lc000008
+NEGLIGIBLE = 0.01  # AUC: an interval within it shows that more would hardly help
+
+
+def describe_gain(
+    gain: Difference,  # AUC with all of the training recordings less that with a smaller part
+    curve: str,  # "recordings" or "groups"
+    share: float,  # of the smaller part
+    word: str,  # what a group is, "sensor"
+) -> dict[str, Any]:
+    """State whether more recordings or more groups would help, in plain values.
+
+    The finding is `helps`: the interval is above 0; `hardly`: it lies within NEGLIGIBLE; else `unknown`.
+    """
+    i = gain.interval
+    what = f"recordings of the same {word}s" if curve == "recordings" else f"{word}s"
+    finding, answer = "unknown", f"Whether more {what} would help cannot be told"
+    if i.known and i.low > 0 and i.high > NEGLIGIBLE:
+        finding, answer = "helps", f"More {what} would probably help"
+    elif i.known and max(abs(i.low), abs(i.high)) <= NEGLIGIBLE:
+        finding, answer = "hardly", f"More {what} would hardly help"
+    ends = i.in_brackets(name="95 % interval ") or f" ({i.note})"
+    text = f"{answer}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all."
+    return gain.summary | {"share": share, "finding": finding, "text": text}
+
+# %% ../../../nbs/learn/metrics/significance.ipynb #ge000008
+_MAY_SHARE_PIPES = ("recording", "session", "date")  # such groups may be of one pipe
+
+
+def group_noun(name: str) -> str:
+    "Name a group in a sentence."
+    return "group" if name.startswith("re:") else show_path(name.removeprefix("extra/"))
+
+
+def new_group_answer(
+    truth: np.ndarray,  # [n] bool
+    # name, groups and out-of-fold scores, [n] or [seeds, n], the easiest grouping first
+    tested: Sequence[tuple[str, Groups, np.ndarray]],
+    *,
+    n_draws: int = 2000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """State what happens on a new group: the AUC by the hardest grouping with enough groups, and its fall from the easiest one.
+
+    Plain values: text, names of both groupings, AUC with its interval, and the fall (None where they are one grouping).
+    """
+    boots = [Bootstrap(truth, groups, n_draws=n_draws, seed=seed) for _, groups, _ in tested]
+    support = [boot.group_support("auc") for boot in boots]
+    enough = [k for k, (n, _) in enumerate(support) if n >= MIN_GROUPS]
+    few = "; ".join(f"only {what}" for n, what in support if n < MIN_GROUPS)
+    too_few = f"{few}; at least {MIN_GROUPS} are needed."
+    unknown = "What happens on a new pipe cannot be told:"
+    found: dict[str, Any] = {"text": f"{unknown} {too_few}", "hardest": "", "easiest": ""}
+    found |= dict.fromkeys(("auc", "low", "high", "fall"))
+    if not enough:
+        return found
+    # of the hardest grouping: the same draws for both, as their difference is paired
+    boot = boots[enough[-1]]
+    easy, hard = (
+        score_model(boot, score, name=name, title=group_noun(name))
+        for name, _, score in (tested[enough[0]], tested[enough[-1]])
+    )
+    auc, i = hard.figures["auc"], hard.intervals["auc"]
+    words = (".2f", "95 % interval ")
+    text = f"On a new {hard.title}, expect an AUC of {auc:.2f}{i.in_brackets(*words)}"
+    if easy.name != hard.name:
+        fall = differences(boot, easy, hard)["auc"]
+        found["fall"] = fall.summary
+        than = f"folds by {easy.title} ({easy.figures['auc']:.2f})"
+        reach = fall.interval.in_brackets(*words)
+        if fall.is_better:
+            text += f": {fall.value:.2f} less{reach} than with {than}"
+        else:
+            text += f". A fall from {than} is not shown: it is {fall.value:.2f}{reach}"
+    sentences = {
+        f"{text}.": True,
+        "That is not shown to be better than chance.": i.known and i.low <= 0.5,
+        f"{unknown} folds by {hard.title} test known pipes too.": hard.name in _MAY_SHARE_PIPES,
+        f"Harder tests decide nothing: {too_few}": bool(few),
+    }
+    found["text"] = " ".join(sentence for sentence, holds in sentences.items() if holds)
+    found |= {"hardest": hard.name, "easiest": easy.name}
+    return found | {"auc": plain(auc), "low": plain(i.low), "high": plain(i.high)}

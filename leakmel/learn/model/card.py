@@ -55,7 +55,7 @@ class EvaluationRecord:
     def replaces(self, other: "EvaluationRecord") -> bool:
         "Whether another record is of the same test set."
         names = (
-            ("kind", "data_set") if other.data_set else ("kind", "method", "recordings", "leaks", "groups")
+            ["kind", "data_set"] if other.data_set else ["kind", "method", "recordings", "leaks", "groups"]
         )
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -64,14 +64,10 @@ class EvaluationRecord:
         auc = "AUC undefined" if self.auc is None else f"AUC {self.auc:.2f}"
         if self.auc_low is not None:
             auc += f" ({self.auc_low:.2f} to {self.auc_high:.2f})"
-        result = {
-            True: "better than the baselines",
-            False: "not shown to be better than the baselines",
-            None: "not comparable with the baselines",
-        }[self.beats]
-        where = {CROSS_VALIDATION: "In cross-validation inside its training set"}.get(
-            self.kind, "On a test set"
-        )
+        results = {True: "better than", False: "not shown to be better than", None: "not comparable with"}
+        result = f"{results[self.beats]} the baselines"
+        is_inside = self.kind == CROSS_VALIDATION
+        where = "In cross-validation inside its training set" if is_inside else "On a test set"
         leaky = "; LEAKY SPLIT, the figures are too good" if self.stamps else ""
         return f"{where} ({self.recordings:,} recordings{groups}, {self.method}): {auc}, {result}{leaky}"
 
@@ -122,10 +118,8 @@ def record_from_plain(
     return EvaluationRecord(**shown | texts)
 
 
-def held_out_from_plain(
-    values: Mapping[str, Any] | None,  # as `Detector.save` writes them; None: a file without them
-) -> HeldOutScores | None:  # raises LookupError, AttributeError, ValueError
-    "Read the held-out scores of a model file."
+def held_out_from_plain(values: Mapping[str, Any] | None) -> HeldOutScores | None:
+    "Read held-out scores of `Detector.save`, or None; raises LookupError, AttributeError, ValueError."
     if values is None:
         return None
     score, truth, group = (values[n].numpy() for n in ("score", "truth", "group"))
@@ -155,10 +149,8 @@ def evaluation_result(evaluations: Sequence[EvaluationRecord]) -> str:
     found = best_evaluation(evaluations)
     if found is None:
         return "never evaluated"
-    text = {True: "beats baselines", False: "not shown to beat baselines", None: "not comparable"}[
-        found.beats
-    ]
-    return f"{text} ({found.kind}{', leaky split' if found.stamps else ''})"
+    texts = {True: "beats baselines", False: "not shown to beat baselines", None: "not comparable"}
+    return f"{texts[found.beats]} ({found.kind}{', leaky split' if found.stamps else ''})"
 
 # %% ../../../nbs/learn/model/card.ipynb #ca000008
 ENOUGH_GROUPS = 20  # with each label: below, intervals are wide (about 0.2 in AUC)
@@ -240,12 +232,8 @@ def steps_of(
 # %% ../../../nbs/learn/model/card.ipynb #72bd5099
 def _short_digests(values: Iterable[str | bytes]) -> np.ndarray:
     "[n] int64, 64 bits of the digest of each; 0 for what is empty."
-    digests = [
-        blake2b(v if isinstance(v, bytes) else v.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-        if v
-        else bytes(8)
-        for v in values
-    ]
+    coded = (v.encode("utf-8", "surrogateescape") if isinstance(v, str) else v for v in values)
+    digests = [blake2b(v, digest_size=8).digest() if v else bytes(8) for v in coded]
     return np.frombuffer(b"".join(digests), "<i8")
 
 
@@ -253,22 +241,17 @@ def _short_digests(values: Iterable[str | bytes]) -> np.ndarray:
 class Provenance:
     "Digests of the recordings that a detector was trained on."
 
-    recordings: np.ndarray = field(
-        default_factory=lambda: np.empty(0, np.int64)
-    )  # [n] marks of contents, rising
+    # [n] marks of contents, rising
+    recordings: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     is_complete: bool = False  # whether that is all of them; False for models and files that do not say
 
-    def contains(
-        self,
-        content_digests: Iterable[str | bytes],  # digests of samples; empty: not known
-    ) -> np.ndarray:  # [n] bool
-        "Find the recordings that the detector was trained on."
+    def contains(self, content_digests: Iterable[str | bytes]) -> np.ndarray:  # [n] bool
+        "Find the recordings that the detector was trained on by digests of samples; empty: not known."
         return np.isin(_short_digests(content_digests), self.recordings)
 
     def __or__(self, other: "Provenance") -> "Provenance":
-        return Provenance(
-            np.union1d(self.recordings, other.recordings), self.is_complete and other.is_complete
-        )
+        both = np.union1d(self.recordings, other.recordings)
+        return Provenance(both, self.is_complete and other.is_complete)
 
     def __repr__(self) -> str:
         return f"Provenance({len(self.recordings):,} recordings{'' if self.is_complete else ', and perhaps others'})"
@@ -281,10 +264,8 @@ def _content_digests(ds: Segments) -> np.ndarray | None:
     return recordings_table(ds.sources, progress="none")["content"].to_numpy(object)[np.unique(ds.rows)]
 
 
-def provenance_of(
-    parts: Iterable[Segments],  # for training and for validation; at any level
-) -> Provenance:
-    "Return the provenance of training and validation data."
+def provenance_of(parts: Iterable[Segments]) -> Provenance:
+    "Return the provenance of training and validation data, at any level."
     found = [_content_digests(ds) for ds in parts]
     marks = _short_digests(digest for own in found if own is not None for digest in own)
     return Provenance(np.setdiff1d(marks, [0]), all(own is not None for own in found))
@@ -309,11 +290,8 @@ class Overlap:
         return f"{LEAKY_SPLIT} {self.text}" if self.n_in_training else ""
 
 # %% ../../../nbs/learn/model/card.ipynb #5cd511c6
-def find_overlap(
-    provenance: Provenance,
-    testing: Segments,  # at any level
-) -> Overlap | None:  # None: the data sets do not say what is in them
-    "Count the recordings that a detector was trained on."
+def find_overlap(provenance: Provenance, testing: Segments) -> Overlap | None:
+    "Count the recordings that a detector was trained on; None: the data sets do not say what is in them."
     content_digests = _content_digests(testing)
     if content_digests is None:
         return None

@@ -10,7 +10,6 @@ import json, os, re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -107,10 +106,10 @@ def _data_set_card(path: Path, license: str | None, progress: str) -> Card:
         digests,
         media="application/x-hdf5",
         version=facts[0]["leakmel_version"],
-        date=str(facts[0].get("built", ""))[:10] or str(datetime.now(UTC).date()),
+        date=str(facts[0].get("built", ""))[:10],
         license=license,
     )
-    return Card(formats.data_set_card(facts, name=show_path(path.name), license=license), metadata)
+    return Card(formats.data_set_card(facts, show_path(path.name), license), metadata)
 
 # %% ../../../nbs/learn/model/cards.ipynb #f0490009
 _MODEL_CARD = """
@@ -261,7 +260,6 @@ def _model_card(path: Path, license: str | None, progress: str) -> Card:
         digests,
         media="application/octet-stream",
         version=str(detector.record.get("leakmel_version", "not known")),
-        date=str(datetime.now(UTC).date()),
         license=license,
         keywords=("leak detection", "acoustics", "detector"),
     )

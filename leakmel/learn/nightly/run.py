@@ -232,6 +232,7 @@ SENSORS_CSV, SENSORS_JSON, VISITS_HTML = "sensors.csv", "sensors.json", "visits.
 FORMAT = "leakmel nightly 1"
 MAX_NAMED = 20  # rejected files that are named
 LISTED = ("evidence", "high from the start")  # reasons for a visit, other than an audit
+_FROM_FILE = "new recordings have no valid time in their name: the time of the file was used, which is wrong if it was copied"
 
 
 @dataclass(frozen=True)
@@ -350,10 +351,7 @@ class NightlyRun:
                 f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {c.found:,} files found",
                 f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
                 f"  detector: {self.evaluation}",
-                *[
-                    f"  {c.times_from_file:,} new recordings have no valid time in their name: the time of the file was used, which is wrong if it was copied"
-                ]
-                * (c.times_from_file > 0),
+                *[f"  {c.times_from_file:,} {_FROM_FILE}"] * (c.times_from_file > 0),
                 *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
                 *(f"  {text}" for text in (self.high_scores, *self.warnings) if text),
                 *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
@@ -596,12 +594,8 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
     "Refuse a state folder among the recordings, and other files in the place of the tables."
     target = Path(os.path.abspath(state))
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder)):
-        raise OutputError(
-            "the state folder lies inside the folder of the recordings",
-            code="output-in-source",
-            path=target,
-            remedy="choose a path outside that folder",
-        )
+        message = "the state folder lies inside the folder of the recordings: choose a path outside"
+        raise OutputError(message, code="output-in-source", path=target)
     kind, begins = "table of a nightly run", f'{{"format": "{FORMAT}"'.encode()
     require_kind(target / SENSORS_CSV, kind, lambda file: has_columns(file, nights.SENSOR_COLUMNS))
     require_kind(target / SENSORS_JSON, kind, lambda file: file.read(len(begins)) == begins)
@@ -609,11 +603,8 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
     return target
 
 
-def write_tables(
-    done: NightlyRun,
-    page: str,  # HTML
-) -> None:  # raises OutputError, SpaceError
-    "Write sensors.csv, sensors.json and visits.html."
+def write_tables(done: NightlyRun, page: str) -> None:
+    "Write sensors.csv, sensors.json and visits.html; raises OutputError, SpaceError."
     texts = {
         SENSORS_CSV: done.table.to_csv(index=False),
         SENSORS_JSON: json.dumps(done.body, ensure_ascii=True) + "\n",
@@ -643,13 +634,6 @@ def _clips(done: NightlyRun, paths: dict[str, bytes], detector: Detector) -> dic
     return found
 
 
-def _curves(history: History, rows: list[nights.SensorRow]) -> dict[str, list[float]]:
-    "Return the evidence of the last nights of each sensor on the list."
-    sql = "SELECT (r0 + r1 + r2) / 3 FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT ?"
-    found = {r.sensor: history.query(sql, (r.sensor, 31)) for r in rows if r.visit}
-    return {sensor: [value for (value,) in reversed(values)] for sensor, values in found.items()}
-
-
 def _places(rows: Sequence[nights.SensorRow], manifest: Manifest | None) -> dict[str, Place]:
     "Return the coordinates of the sensors, from further columns of the table of a manifest."
     found: dict[str, Place | None] = {}
@@ -660,6 +644,10 @@ def _places(rows: Sequence[nights.SensorRow], manifest: Manifest | None) -> dict
     return {r.sensor: place for r in rows if (place := found.get(text_key(r.sensor))) is not None}
 
 # %% ../../../nbs/learn/nightly/run.ipynb #79f71ba1
+# evidence of the last nights of a sensor
+_CURVE = "SELECT (r0 + r1 + r2) / 3 FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 31"
+
+
 def nightly(
     folder: str | os.PathLike,  # recordings in any subfolders; sensors are in names, a pattern or a table
     model: str | os.PathLike | Detector,  # as for `predict`; a history belongs to one model
@@ -694,8 +682,7 @@ def nightly(
                 "the history was made with another model, and scores of two models cannot be compared",
                 code="other-model",
                 path=history.path,
-                found=f"{named} ({digest})",
-                expected=known,
+                found=f"{named} ({digest}), not {known}",
                 remedy="use that model, or a new state folder: recordings that are still in the folder are then scored again",
             )
         pattern = history.meta("pattern") or ""  # of the names, guessed by the first run
@@ -727,7 +714,11 @@ def nightly(
             rejected=tuple(sorted(files.rejected, key=lambda r: r.path)),
             sensors=tuple(rows),
             drift=nights.drift_of(history, nights.stored_reference(history)),
-            curves=_curves(history, rows),
+            curves={
+                r.sensor: [x for (x,) in reversed(history.query(_CURVE, (r.sensor,)))]
+                for r in rows
+                if r.visit
+            },
             notes=(*[f"names are read by the pattern {pattern!r}"] * bool(pattern), *_notes(files), *ignored),
         )
         clips = _clips(done, files.paths, detector)
@@ -738,11 +729,8 @@ def nightly(
 def _counts(files: _Files, n_added: int) -> RunCounts:
     n_read = len(files.entries)
     # the history has them under the same path; size or time of the file changed
-    n_touched = sum(
-        path in files.stored and digest == files.stored[path][2]
-        for path, _, _, digest, _ in files.rows
-        if digest
-    )
+    known = {path: digest for path, (_, _, digest, _) in files.stored.items() if digest}
+    n_touched = sum(known.get(path) == digest for path, _, _, digest, _ in files.rows if digest)
     return RunCounts(
         found=len(files.found),
         known=len(files.found) - n_read - len(files.rejected) + n_touched,

@@ -86,7 +86,7 @@ class MelFeatures(nn.Module):
 class SamplesToProbability(nn.Module):
     """Detector with samples as input, and probability, score and segment scores as outputs.
 
-    Without a calibration of its score there is no probability. Raises UsageError for a detector without a spec.
+    Without a calibration there is no probability. Raises UsageError for a detector without a spec.
     """
 
     x: Tensor  # of the calibration, float64
@@ -118,7 +118,7 @@ class SamplesToProbability(nn.Module):
         return y0 + (y1 - y0) * ((score - x0) / (x1 - x0).clamp_min(1e-300)).clamp(0, 1)
 
     def forward(self, samples: Tensor) -> tuple[Tensor, ...]:
-        "Score recordings [B, N]: probability [B], where there is a calibration; score [B]; segment scores [B, L]."
+        "Score recordings [B, N]: probability [B], if calibrated; score [B]; segment scores [B, L]."
         segments = self.classifier.class_probabilities(self.features(samples))[..., self.leak]
         wide = segments.double()
         score = wide.mean(1) if self.vote == "mean" else wide.topk(self.n_needed, 1).values[:, -1]
@@ -131,15 +131,16 @@ _PLACEHOLDER = "leakmel"  # domain of the operator that stands for a forest
 
 def _placeholder(number: int, n_classes: int, features: Tensor, forest: int) -> Tensor:
     "Stand for the trees of a classifier in a trace."
-    attributes = {"number": number, "forest": forest}
-    made = {"dtype": torch.float32, "shape": (features.shape[0], n_classes), "version": 1}
-    return torch.onnx.ops.symbolic(f"{_PLACEHOLDER}::Trees", (features,), attributes, **made)
+    made: dict[str, Any] = {"dtype": torch.float32, "shape": (features.shape[0], n_classes), "version": 1}
+    return torch.onnx.ops.symbolic(
+        f"{_PLACEHOLDER}::Trees", (features,), {"number": number, "forest": forest}, **made
+    )
 
 
 def tree_attributes(classifier: SpectralClassifier, forest: int) -> dict[str, Any]:
     """Return the attributes of a TreeEnsembleRegressor (ai.onnx.ml 3) that equals a forest.
 
-    Forest 0 has trees on whole recordings, forest 1 trees on windows. Raises DataError for nodes that form no trees.
+    Forest 0 has trees on whole recordings, forest 1 trees on windows. Raises DataError for other nodes.
     """
     names = ("feature", "threshold", "left", "right", "share", "root")
     feature, threshold, left, right, share, root = (classifier.get_buffer(n).cpu().numpy() for n in names)
@@ -149,8 +150,7 @@ def tree_attributes(classifier: SpectralClassifier, forest: int) -> dict[str, An
     is_leaf = left == number
     goes_on = (np.minimum(left, right) > number) & (tree[left] == tree) & (tree[right] == tree)
     if not (is_leaf | goes_on).all():
-        text = "the nodes of the detector form no trees"
-        raise DataError(text, code="not-a-detector", remedy="train the detector again")
+        raise DataError("the nodes of the detector form no trees: train it again", code="not-a-detector")
     nodes = np.flatnonzero(np.isin(tree, np.searchsorted(starts, root[forest])))
     place = number - starts[tree]  # of a node in its tree
     low = threshold.astype(np.float32)
@@ -266,8 +266,9 @@ def quantized_model(model: "onnx.ModelProto", recordings: Iterable[np.ndarray]) 
     from onnxruntime import quantization
 
     if not any(node.op_type in _QUANTIZED for node in model.graph.node):
-        text = "int8 quantizes a network, and this detector has none: leave int8 out"
-        raise UsageError(text, code="unused-option")
+        raise UsageError(
+            "int8 quantizes a network, and this detector has none: leave int8 out", code="unused-option"
+        )
 
     class Reader(quantization.CalibrationDataReader):
         rows = iter([{INPUT: row[None]} for row in recordings])
@@ -364,7 +365,7 @@ def check_recordings(
 def divide_recordings(
     given: CheckRecordings, apart: CheckRecordings | None = None
 ) -> tuple[np.ndarray, CheckRecordings]:
-    """Choose samples [k, N] from which the ranges of int8 are measured, and other recordings that measure the loss.
+    """Choose samples [k, N] that give the ranges of int8, and other recordings that measure the loss.
 
     The loss is measured on `apart`, else on some of those given, outside the training where possible.
     """
@@ -373,12 +374,12 @@ def divide_recordings(
         compared = {x.tobytes() for x in apart.samples}
         ranges = [k for k in range(n) if given.samples[k].tobytes() not in compared]
         if not ranges:
-            text = "the recordings for the ranges of int8 are those of check, so the loss would be measured on them"
-            raise UsageError(text, code="usage", remedy="give other recordings, or leave check out")
+            raise UsageError("check needs other recordings than those for the ranges of int8", code="usage")
         return given.samples[ranges], apart
     if n < 2:
-        text = "int8 needs one recording for the ranges and another one that measures the loss"
-        raise DataError(text, code="no-recordings", found=f"{n} recording")
+        raise DataError(
+            "int8 needs at least two recordings: for ranges, and for the loss", code="no-recordings"
+        )
     rows = given.not_in_training if len(given.not_in_training) else np.arange(n)
     if n - len(rows) < n // 2:  # too few others
         rows = rows[::2]
@@ -454,7 +455,7 @@ def _ratings(right: CheckRecordings, score: np.ndarray, threshold: float) -> dic
     for rows in (right.not_in_training, np.arange(len(right))):
         some = right.part(rows)
         if some.truth is not None and 0 < some.truth.sum() < len(some):
-            figures = {"rated": len(some), "rated_in_training": some.n_in_training}
+            figures: dict[str, Any] = {"rated": len(some), "rated_in_training": some.n_in_training}
             for of, scores in (("", score[rows]), ("_predict", some.score)):
                 found = leak_metrics(some.truth, scores, threshold)
                 figures |= {f"{n}{of}": found[n] for n in ("auc", "balanced_accuracy")}
@@ -482,14 +483,14 @@ def compare_model(
     apart = np.abs(score - right.score)
     segments_apart = np.abs(outputs["segment_scores"] - right.segment_scores).max(1)
     is_right = (apart <= tolerance) & (segments_apart <= segment_tolerance)
-    of_probability: dict[str, float | None] = {"probability": None, "mean_probability": None}
+    of_probability: dict[str, Any] = {"probability": None, "mean_probability": None}
     if calibration is not None:
         low, high = (calibration.probability(np.clip(right.score + d, 0, 1)) for d in (-tolerance, tolerance))
         probability = calibration.probability(right.score)
         p = np.abs(outputs["probability"] - probability)
         is_right &= p <= tolerance + np.maximum(high - probability, probability - low)
         of_probability = {"probability": float(p.max()), "mean_probability": float(p.mean())}
-    worst = {"score": float(apart.max()), "segment_score": float(segments_apart.max())}
+    worst: dict[str, Any] = {"score": float(apart.max()), "segment_score": float(segments_apart.max())}
     if not is_right.all():
         found = f"up to {worst['score']:.2g} (segments: {worst['segment_score']:.2g}) apart"
         is_exact = tolerance < TOLERANCE_INT8
@@ -614,13 +615,14 @@ def export_onnx(
 ) -> OnnxExport:
     """Write a detector as an ONNX file from samples to the calibrated probability of a leak.
 
-    Raises LeakmelError: DataError where the scores differ by more than the tolerance; the file is not written then.
+    Raises LeakmelError: DataError where scores differ by more than the tolerance; no file is written then.
     """
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise UsageError("most must be a whole number of at least 1", code="out-of-range", found=repr(most))
     if int8 and recordings is None:
-        text = "int8 needs a folder of typical recordings (recordings=, --recordings), to measure ranges of values"
-        raise UsageError(text, code="usage")
+        raise UsageError(
+            "int8 needs a folder of typical recordings (recordings=, --recordings)", code="usage"
+        )
     if check is not None and not int8:
         raise UsageError("check measures the loss of int8: add int8", code="unused-option")
     for package in ("onnx", "onnxruntime", "onnxscript"):

@@ -53,10 +53,7 @@ def round_settings(
     if not isinstance(settings, TrainSettings):
         if wrong := sorted(set(_NETWORK_SETTINGS) & set(settings or {})):
             raise UsageError("a round cannot change the network", code="net-is-fixed", found=", ".join(wrong))
-        try:
-            before = settings_from(champion.record.get("settings", {}))
-        except (UsageError, TypeError):
-            before = TrainSettings()
+        before = settings_from(champion.record.get("settings", {}))
         usual = {"epochs": -(-before.epochs // 3), "learning_rate": max(before.learning_rate / 4, 1e-9)}
         settings = settings_from(asdict(before) | usual | dict(settings or {}))
     nets = [member.settings for member in champion.members if isinstance(member, LeakNet)]
@@ -85,10 +82,8 @@ def open_parts(champion: Detector, given: Mapping[str, Part | None]) -> Iterator
             check_features(champion, found)
             note = too_short(found)
             if not len(found.rows):
-                path = found.sources[0].path
-                raise DataError(
-                    "there are no recordings", code="no-recordings", path=path, found=note or None
-                )
+                message, path = f"{name}: there are no recordings", found.sources[0].path
+                raise DataError(message, code="no-recordings", path=path, found=note or None)
             if note:
                 warnings.warn(f"{name}: {note}", TooShortWarning, stacklevel=4)
         yield parts
@@ -111,7 +106,7 @@ def read_human_labels(table: LabelTable, recordings: Segments, task: Task) -> np
             code="unknown-recording",
             path=file,
             found=", ".join(map(show_path, unknown[:3])),
-            remedy=f"write paths as the data sets have them, for example {show_path(paths[0])}",
+            expected=f"paths as the data sets have them, for example {show_path(paths[0])}",
         )
     check_paths(current, paths, file)
     digests = recordings_of(recordings).reindex(columns=["digest"], fill_value="").fillna("")["digest"]
@@ -145,13 +140,9 @@ def labels_by_content(recordings: Segments, labels: np.ndarray) -> dict[str, int
     content = content_digests(recordings)
     for i in np.flatnonzero(labels != UNLABELLED).tolist():
         if content[i] and found.setdefault(content[i], int(labels[i])) != labels[i]:
-            raise DataError(
-                "the table gives different labels to recordings with the same samples",
-                code="labels-contradict",
-                path=recordings.sources[0].path,
-                found=show_path(recording_paths(recordings)[i]),
-                remedy="remove it, or its copies, from the table",
-            )
+            path, name = recordings.sources[0].path, show_path(recording_paths(recordings)[i])
+            message = "the table gives different labels to recordings with the same samples"
+            raise DataError(message, code="labels-contradict", path=path, found=name)
     return found
 
 
@@ -281,12 +272,8 @@ def draw_replay(old: Segments, share: float = 0.5, seed: int = 0, round_number: 
     for k, name in enumerate(old.task.model_names if old.task else ()):
         mine = np.flatnonzero(old.labels == k)
         if not len(mine):
-            raise DataError(
-                f"the replay data hold no recording of the class {show_path(name)}",
-                code="class-missing",
-                path=old.sources[0].path,
-                remedy="replay the data set that the detector was trained on",
-            )
+            message = f"the replay data hold no recording of the class {show_path(name)}"
+            raise DataError(message, code="class-missing", path=old.sources[0].path)
         drawn[rng.permutation(mine)[: max(1, round(share * len(mine)))]] = True
     return drawn
 
@@ -446,12 +433,8 @@ def check_overlap(
     part = (np.arange(len(both)) >= len(both) - len(evaluated.rows)).astype(np.int64)
     found = find_shared(both, part, (f"training data ({', '.join(trained_on)})", "testing"))
     if twice := [s for s in found if s.kind == "content"]:
-        raise DataError(
-            "testing holds recordings that are also used for training",
-            code="test-set-learned",
-            found=str(twice[0]),
-            remedy="remove them from one of the two: a detector must not be evaluated on its training recordings",
-        )
+        message = "testing holds recordings that are also used for training: remove them from one of the two"
+        raise DataError(message, code="test-set-learned", found=str(twice[0]))
     overlap = card.find_overlap(provenance or card.Provenance(), evaluated)
     known = [overlap.text] if overlap is not None and overlap.n_in_training else []
     return [f"{LEAKY_SPLIT} testing: {text}" for text in (*found, *known)]
@@ -692,21 +675,15 @@ def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.
     first = load_detector(files.model_file(given)) if isinstance(given, (str, os.PathLike)) else given
     if lineage is None:
         if first is None:
-            raise UsageError(
-                "the folder has no champion yet",
-                code="champion-missing",
-                path=folder,
-                remedy="name the first champion, a detector or the file of one (champion=, --champion)",
-            )
+            message, remedy = "the folder has no champion yet", "name the first one (champion=, --champion)"
+            raise UsageError(message, code="champion-missing", path=folder, remedy=remedy)
         return first
     if first is not None and weights_digest(first) not in [c.weights for c in lineage.champions]:
-        raise UsageError(
+        message, remedy = (
             "the given detector is not the champion of this folder",
-            code="another-champion",
-            path=folder,
-            found=repr(lineage),
-            remedy="use champion=None to continue with the champion of the folder, or name another folder",
+            "leave it out, or name another folder",
         )
+        raise UsageError(message, code="another-champion", path=folder, found=repr(lineage), remedy=remedy)
     return load_detector(files.champion_file(folder))
 
 
@@ -715,20 +692,13 @@ def _check_test_set(folder: Path, lineage: Lineage | None, parts: Mapping[str, S
     for name in [name for name in ("testing", "validation") if name in parts]:
         is_leak = parts[name].is_leak
         if not 0 < is_leak.sum() < len(is_leak):
-            raise DataError(
-                f"all recordings of {name} belong to one class",
-                code="class-missing",
-                found=f"{int(is_leak.sum()):,} leaks in {len(is_leak):,} recordings",
-                expected="leaks and others",
-            )
+            message = f"all recordings of {name} belong to one class, but leaks and others are needed"
+            found = f"{int(is_leak.sum()):,} leaks in {len(is_leak):,} recordings"
+            raise DataError(message, code="class-missing", found=found)
     digest = digest_of(part_digest(parts["testing"]).encode())
     if lineage is not None and lineage.testing != digest:
-        raise UsageError(
-            "the champion was evaluated on other test recordings",
-            code="another-test-set",
-            path=folder,
-            remedy="use the same test recordings in all rounds, or start in another folder",
-        )
+        message, remedy = "the champion was evaluated on other test recordings", "use them, or another folder"
+        raise UsageError(message, code="another-test-set", path=folder, remedy=remedy)
     return digest
 
 

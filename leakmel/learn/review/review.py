@@ -79,12 +79,10 @@ def read_score_table(file: str | os.PathLike) -> tuple[str, list[ScoreRow]]:
     table = csv_table(file, read_text(file), set().union(*_KINDS.values()))
     kind = next((name for name, columns in _KINDS.items() if columns <= set(table.columns)), None)
     if kind is None:
+        found = ", ".join(map(show_path, sorted(table.columns)))[:300]
+        expected = "a table of leakmel predict or leakmel review --suggest, or cross_validation.csv of leakmel train --cross-validate"
         raise DataError(
-            "the table holds no scores",
-            code="table-columns",
-            path=file,
-            found=", ".join(map(show_path, sorted(table.columns)))[:300],
-            expected="a table of leakmel predict or leakmel review --suggest, or cross_validation.csv of leakmel train --cross-validate",
+            "there are no scores", code="table-columns", path=file, found=found, expected=expected
         )
     rows = []
     for line, row in table.records("path", "score"):
@@ -108,7 +106,7 @@ NO_SCORES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ReviewRecordings:
     "Recordings of a folder for review, in the order of their paths."
 
@@ -121,10 +119,6 @@ class ReviewRecordings:
 
     def __len__(self) -> int:
         return len(self.table)
-
-    def __repr__(self) -> str:
-        left = f"; {self.rejected:,} others cannot be read" if self.rejected else ""
-        return f"{len(self):,} recordings of {show_path(self.folder)}{left}"
 
     @cached_property
     def recordings(self) -> list[Any]:
@@ -176,13 +170,11 @@ def _add_table(rows: list[dict[str, Any]], folder: Path, file: Any, given: list[
     places |= {show_path(row["path"]): [i] for i, row in enumerate(rows)}
     named = [(places[path][0], scores) for path, scores in given if len(places.get(path, ())) == 1]
     if not named:
-        raise DataError(
-            "the table names no recording of the folder",
-            code="unknown-recording",
-            path=Path(os.path.abspath(file)),
-            found=given[0][0] if given else "no row",
-            expected=f"paths relative to {show_path(folder)}, or to the folder of a split in it",
+        message = (
+            f"the table names no recording by its path in {show_path(folder)}, or in the folder of a split"
         )
+        found = given[0][0] if given else "no row"
+        raise DataError(message, code="unknown-recording", path=Path(os.path.abspath(file)), found=found)
     for i, scores in named:
         rows[i] |= scores
 
@@ -342,7 +334,7 @@ def make_queue(
         current, closed = _NOBODY, set()
     elif name == "random":
         order = np.random.default_rng(seed).permutation(len(found)).tolist()
-        ranked = [(k, i, "drawn at random") for k, i in enumerate(order)]
+        ranked = [(0, i, "drawn at random") for i in order]
     else:
         by_facts = {"duplicates": _duplicates, "level": _level}
         ranked = sorted(by_facts[name](found) if name in by_facts else _by_score(found, name))
@@ -367,12 +359,9 @@ def other_label_of(found: ReviewRecordings) -> str:  # raises UsageError if ther
     if labels.pop(_label_key(found.leak_label), None) is None:
         return "NOLEAK"  # the folders are no labels
     if len(labels) > 1:
-        raise UsageError(
-            "the folder has several labels of recordings without a leak",
-            code="ambiguous-label",
-            found=", ".join(map(show_path, sorted(labels.values()))),
-            remedy="name the one to give: other_label",
-        )
+        found_labels = ", ".join(map(show_path, sorted(labels.values())))
+        message = "the folder has several labels of recordings without a leak: name one as other_label"
+        raise UsageError(message, code="ambiguous-label", found=found_labels)
     return next(iter(labels.values()), "NOLEAK")
 
 
@@ -382,14 +371,14 @@ class ReviewSession:
     def __init__(
         self,
         found: ReviewRecordings,
-        labels: str | os.PathLike,  # labels.csv; made with the first decision
+        labels: str | os.PathLike,
         *,
-        by: str = "",  # the person; "": the login name
+        by: str = "",
         queue: str = "random",
-        n: int = 60,  # recordings in a queue
-        other_label: str = "",  # of recordings without a leak; "": as in the folder
+        n: int = 60,
+        other_label: str = "",
         seed: int = 0,
-    ):
+    ):  # as for `review`
         self.found = found
         self.labels = Path(os.path.abspath(os.path.expanduser(labels)))
         self.by = by.strip() or label_table.login_name()
@@ -449,18 +438,13 @@ class ReviewSession:
 
         Raises DataError, OutputError: then the recording stays.
         """
-        labels = {
-            "leak": self.found.leak_label,
-            "no_leak": self.other_label,
-            "unsure": UNSURE,
-            "skip": SKIPPED,
-        }
+        new = {"leak": self.found.leak_label, "no_leak": self.other_label, "unsure": UNSURE, "skip": SKIPPED}
         if name == "undo":
             self.undo()
         elif self.item is not None:
             words = [SKIP_NOTE] * (name == "skip") + [" ".join(note.split())]
             before = self._last(self.item)
-            decision = self._store(self.item, labels[name], ": ".join(filter(None, words)), self.by)
+            decision = self._store(self.item, new[name], ": ".join(filter(None, words)), self.by)
             self.steps.append((self.position, decision, before.label if before else SKIPPED))
             self.position += 1
 
@@ -533,7 +517,6 @@ def similar_to(
 
 # %% ../../../nbs/learn/review/review.ipynb #d62dc054
 _KEYS = {"l": "leak", "n": "no_leak", "u": "unsure", "s": "skip", "z": "undo"}
-_LATE_MS = 5000  # until the page says that the kernel does not answer
 _SCRIPT = """
 (() => {
   const find = () => document.querySelector('.ID'), keys = KEYS;
@@ -560,14 +543,13 @@ _SCRIPT = """
         const late = root.querySelector('.lm-late');
         if (late) { late.style.display = 'block'; }
       }
-    }, LATE);
+    }, 5000);  // until the page says that the kernel does not answer
   };
   window.leakmelReviewKeys?.();
   window.addEventListener('keydown', pressed, true);
   window.leakmelReviewKeys = () => window.removeEventListener('keydown', pressed, true);
 })();
 """
-_NO_SCORES = "<div style='opacity:0.75'>No score per segment: no model was given.</div>"
 _FACTS = """{% set r = session.item -%}
 {% if r -%}
 {% set label, source = session.label_now(r) -%}
@@ -613,7 +595,7 @@ def _sound_html(session: ReviewSession, r: Any, band_pass: bool, about: str = ""
     if about:
         return player_html(wav, about, autoplay=True)
     svg = spectrogram_svg(recording, r.segment_scores, r.threshold, r.segment_s)
-    return player_html(wav, text, svg, recording.duration_s) + _NO_SCORES * (not r.segment_scores)
+    return player_html(wav, text, svg, recording.duration_s)
 
 
 class ReviewApp:
@@ -631,16 +613,13 @@ class ReviewApp:
             self._make_widgets()
             self.show()
 
-    def __repr__(self) -> str:
-        return f"ReviewApp({self.session!r})"
-
     def _ipython_display_(self) -> None:
         from IPython.display import HTML, display
 
         if self.controls:
             script = _SCRIPT.replace("ID", self.name).replace("KEYS", repr(_KEYS))
             display(self.box)
-            display(HTML(f"<script>{script.replace('LATE', str(_LATE_MS))}</script>"))
+            display(HTML(f"<script>{script}</script>"))
         else:
             lines = "".join(f"<li>{self._row_html(i)}, {why}</li>" for i, why in self._others())
             queue = self._filled(_QUEUE, queue=self.session.queue, most=20)
@@ -665,29 +644,25 @@ class ReviewApp:
         import ipywidgets as w
 
         s = self.session
+        leak, other = show_path(s.found.leak_label)[:20], show_path(s.other_label)[:20]
         names = {
-            "l": (show_path(s.found.leak_label)[:20], "danger"),
-            "n": (show_path(s.other_label)[:20], "success"),
+            "l": (leak, "danger"),
+            "n": (other, "success"),
             "u": ("unsure", "warning"),
             "s": ("skip", ""),
-            "z": ("undo", ""),
         }
         style = {"description_width": "initial"}
         line = w.Layout(flex_flow="row wrap", align_items="center", width="100%")
         queues = [(title, name) for name, title in QUEUES.items()]
         self.queue = w.Dropdown(options=queues, value=s.queue.name, description="queue", style=style)
-        self.queue.layout.width = "340px"
         # texts are sent whole when the field is left, before the click that stores them
         self.by = w.Text(value=s.by, description="person", continuous_update=False, style=style)
-        self.by.layout.width = "240px"
-        self.band = w.Checkbox(description="band-pass to 2 kHz", indent=False)
-        self.band.layout = w.Layout(width="170px", margin="2px 0 2px 12px")
+        self.band = w.Checkbox(description="band-pass to 2 kHz", indent=False, layout={"width": "170px"})
         self.note = w.Text(placeholder="note (kept with the decision)", continuous_update=False)
-        self.note.layout.width = "360px"
         places = ("status", "facts", "sound", "other_sound", "disagreements")
         self.html = {name: w.HTML(layout={"width": "100%"}) for name in places}
         self.buttons = {}
-        for key, (title, colour) in names.items():
+        for key, (title, colour) in (names | {"z": ("undo", "")}).items():
             look = {"button_style": colour, "layout": {"width": "auto", "min_width": "100px"}}
             self.buttons[key] = w.Button(description=f"{title} ({key})", **look)
             self.buttons[key].add_class(f"lm-key-{key}")
@@ -760,9 +735,6 @@ class ReviewApp:
         self.html["status"].value = self._filled(_STATUS)
 
 # %% ../../../nbs/learn/review/review.ipynb #2103ff42
-_FIRST = ("suggested", "errors", "threshold", "random")  # queues, the first that the scores allow
-
-
 def review_kinds() -> Kinds:
     "Return names and types of the parameters of review.ipynb."
     return {
@@ -802,7 +774,8 @@ def review(
     "Listen to recordings of a folder and label them, in a notebook."
     given: dict[str, Any] = {"manifest": manifest, "device": device, "progress": progress}
     found = review_recordings(folder, model, tables=tables, leak_label=leak_label, **given)
-    queue = queue or next(q for q in _FIRST if not lacking(found, q))
+    usual = ("suggested", "errors", "threshold", "random")
+    queue = queue or next(q for q in usual if not lacking(found, q))
     session = ReviewSession(found, labels, by=by, queue=queue, n=n, other_label=other_label, seed=seed)
     return ReviewApp(session, controls=controls, progress=progress)
 
@@ -843,8 +816,8 @@ def lab_command(notebook: Path, browser: bool = True) -> list[str]:
 
 def review_parameters(
     folder: str, model: str | None, tables: list[str], queue: str, labels: str, by: str, n: int
-) -> dict[str, object]:  # raises UsageError
-    "Return the parameters of review.ipynb, with absolute paths."
+) -> dict[str, object]:
+    "Return the parameters of review.ipynb, with absolute paths; raises UsageError."
     if any("," in table for table in tables):
         message = "names of tables with commas cannot be used"
         raise UsageError(message, code="wrong-value", found=", ".join(tables))

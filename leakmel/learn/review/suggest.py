@@ -276,11 +276,6 @@ def band_statistics(
     return np.array([vectors.get(path, missing) for path in paths], np.float32).reshape(-1, len(missing))
 
 
-def _decided(labels: str | os.PathLike) -> set[str]:  # digests, or paths where the table has no digests
-    people = read_labels(labels)
-    return {*people.labels, *people.disagreements, *people.unsure}
-
-
 def _row(s: ScoredRecording, kind: str, n_alike: int, uncertain: str) -> dict[str, Any]:
     shown = show_path(s.path)
     reasons = {"uncertain": uncertain, "random": "drawn at random for the test set"}
@@ -318,7 +313,10 @@ def suggest(
             raise UsageError(f"{name} must be at least {least}", code="out-of-range", found=value)
     mix = SampleMix() if mix is None else mix
     target = None if out is None else check_suggestions_file(out, Path(os.path.abspath(folder)))
-    labelled = set() if labels is None else _decided(labels)
+    labelled = set[str]()  # digests, or paths where the table has no digests
+    if labels is not None:
+        people = read_labels(labels)
+        labelled = {*people.labels, *people.disagreements, *people.unsure}
     columns = ("path", "digest", "kind", "reason")
     read = [row for file in earlier for _, row in csv_table(Path(file), read_text(file)).records(*columns)]
     detector = model if isinstance(model, Detector) else load_detector(model_file(model))

@@ -44,8 +44,9 @@ def import_optuna() -> Any:  # the module; raises UsageError where it is not ins
     try:
         import optuna
     except ImportError as e:
-        remedy = f"install it: {install_command('search')}"
-        raise UsageError("a search needs Optuna", code="package-missing", remedy=remedy) from e
+        raise UsageError(
+            "a search needs Optuna", code="package-missing", remedy=f"install it: {install_command('search')}"
+        ) from e
     return optuna
 
 # %% ../../../nbs/learn/search/search.ipynb #d11d6c3f
@@ -56,8 +57,8 @@ _NOT_SEARCHED = {
     **dict.fromkeys(sorted(SPEED_ONLY), "it changes the speed only, not the weights"),
 }
 _SYNTAX = (
-    '[low, high], {"low": ..., "high": ..., "log": true} with low below high, above 0 if log, or at least two '
-    'values, none of them twice: a list, or {"choices": [...]}'
+    '[low, high], {"low": ..., "high": ..., "log": true} with low below high, above 0 if log, or at least '
+    'two values, none of them twice: a list, or {"choices": [...]}'
 )
 
 
@@ -82,8 +83,9 @@ def _distribution(name: str, given: Any) -> Any:
             if is_valid and (float in kinds or not (low % 1 or high % 1)):
                 make = tools.FloatDistribution if float in kinds else tools.IntDistribution
                 return make(low, high, log=log)
-    text = f"the search space of {name} is invalid"
-    raise UsageError(text, code="invalid-range", found=repr(given), expected=_SYNTAX)
+    raise UsageError(
+        f"the search space of {name} is invalid", code="invalid-range", found=repr(given), expected=_SYNTAX
+    )
 
 
 def space_to_json(space: Space) -> dict[str, Any]:
@@ -98,7 +100,8 @@ def space_to_json(space: Space) -> dict[str, Any]:
 
 def trial_settings(base: TrainSettings, changes: Mapping[str, Any]) -> TrainSettings:  # raises UsageError
     "Return the settings of a trial; `changes` from settings to values, also as read from JSON."
-    return replace(base, **{n: tuple(v) if isinstance(v, list) else v for n, v in changes.items()})
+    values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in changes.items()}
+    return replace(base, **values)
 
 # %% ../../../nbs/learn/search/search.ipynb #c943498c
 DEFAULT_SPACE: dict[str, Any] = {
@@ -116,9 +119,9 @@ DEFAULT_SPACE: dict[str, Any] = {
 
 
 def read_space(given: Mapping[str, Any] | str | os.PathLike | None, base: TrainSettings) -> Space:
-    """Read and check a search space: setting -> range or choices, JSON text of that, or a JSON file; None: `DEFAULT_SPACE`.
+    """Read and check a search space: setting -> range or choices, JSON text of that, or a JSON file.
 
-    `base` has the settings that are not searched. Raises UsageError, DataError.
+    None: `DEFAULT_SPACE`. `base` has the settings that are not searched. Raises UsageError, DataError.
     """
     written: Any = given
     if given is None:
@@ -129,11 +132,11 @@ def read_space(given: Mapping[str, Any] | str | os.PathLike | None, base: TrainS
             written = json.loads(os.fspath(given) if is_text else Path(given).expanduser().read_bytes())
         except OSError as e:
             cause, remedy = explain(e, given)
-            text = f"the search space cannot be read ({cause})"
-            raise DataError(text, code="cannot-be-read", path=given, remedy=remedy) from e
+            raise DataError(
+                f"the search space cannot be read ({cause})", code="cannot-be-read", path=given, remedy=remedy
+            ) from e
         except (ValueError, RecursionError) as e:
-            text = f"the search space is not valid JSON ({str(e)[:80]})"
-            raise UsageError(text, code="not-json", found=show_path(given)[:60]) from e
+            raise UsageError(f"the search space is not valid JSON ({str(e)[:80]})", code="not-json") from e
     if not isinstance(written, Mapping) or not written:
         raise UsageError(
             "the search space is empty or not a dictionary",
@@ -245,7 +248,7 @@ def create_study(
 
 # %% ../../../nbs/learn/search/search.ipynb #d6d99bac
 def importances(study: Any, names: Sequence[str]) -> dict[str, float]:
-    "Compute the PED-ANOVA importance of searched settings: shares of sum 1, the largest first; none of too few trials."
+    "Compute the PED-ANOVA importance of settings: shares of sum 1, the largest first; {}: too few trials."
     complete = [t for t in study.trials if t.state.name == "COMPLETE" and set(t.params) == set(names)]
     if len(complete) < 20 or len({t.value for t in complete}) < 2:
         return {}
@@ -272,7 +275,7 @@ def write_state(folder: Path, identity: Mapping[str, Any], trials: Iterable[Tria
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], list[Trial]] | None:
-    "Read identity and trials of a search; None: the folder has none. Raises DataError for another kind of file."
+    "Read identity and trials of a search; None: there is none. Raises DataError for another file."
     path = folder / STATE
     if not path.exists():
         return None
@@ -305,8 +308,7 @@ def resume_state(folder: Path, identity: Mapping[str, Any], resume: str) -> list
         raise DataError("the folder has no search to resume", code="nothing-to-resume", path=folder)
     names = (MODEL, "summary.json", HISTORY, TRIALS, "trials.csv", "checkpoints")
     if found is None and (present := ", ".join(n for n in names if os.path.lexists(folder / n))):
-        text = "the folder holds files that no search wrote: choose another one"
-        raise OutputError(text, code="output-exists", path=folder, found=present)
+        raise OutputError("no search wrote these files", code="output-exists", path=folder, found=present)
     if found is None or resume == "never":
         for path in (folder / TRIALS).glob("[0-9]*"):
             rmtree(path, ignore_errors=True)
@@ -326,17 +328,17 @@ def resume_state(folder: Path, identity: Mapping[str, Any], resume: str) -> list
 
 # %% ../../../nbs/learn/search/search.ipynb #59c27879
 def verdict(best: Trial, before: Sequence[Trial], after: Sequence[Trial]) -> tuple[bool | None, str]:
-    """Decide whether the best settings are better than the initial ones: a sentence, and None where it is not tested.
+    """Decide whether the best settings are better than the initial ones (None: not tested), and say why.
 
-    `before` are trainings of other seeds with the initial settings, `after` those of the same seeds with the best ones.
+    `before` are trainings of other seeds with the initial settings, `after` of the same seeds with the best.
     """
     if best.number == 0:
         return False, "no trial is better than the initial settings: keep them"
     if (n := len(after)) < 2 or len(before) != n:
         return None, "the difference may be luck: confirm it with at least two other seeds"
     if not all(new.f1 > old.f1 for new in after for old in before):  # also where one is undefined
-        text = "the best settings are not shown to be better: with other seeds their F1 is lower than that of the initial settings, or the ranges overlap"
-        return False, text
+        why = "with other seeds their F1 is lower than that of the initial settings, or the ranges overlap"
+        return False, f"the best settings are not shown to be better: {why}"
     by_chance = f"chance alone gives this once in {math.comb(2 * n, n):,} searches"
     return True, f"the best settings are better with each of {n} other seeds ({by_chance})"
 
@@ -534,12 +536,11 @@ class _Search:
             for trial, error in self.trained(self.proposals(most, again, ends, seconds)):
                 if error is not None and all(t.state == "failed" for t in self.trials[-4:]):
                     raise error  # the first trial must succeed, and one of five in a row
-                is_broken = error is not None and isinstance(error.__cause__, BrokenExecutor)
-                if is_broken and sum(t.state == "running" for t in self.rows.values()) > 1:
-                    raise error  # which one ended the processes is not known: the next search repeats all
-                self.keep(trial)
-                if is_broken:
+                if error is not None and isinstance(error.__cause__, BrokenExecutor):
+                    if sum(t.state == "running" for t in self.rows.values()) == 1:
+                        self.keep(trial)  # of several, the one that ended the processes is not known
                     raise error
+                self.keep(trial)
                 best = best_of(self.trials)
                 self.note(f"best F1 {best.f1:.4f} in trial {best.number}")
                 announce(repr(trial), show=self.show)
@@ -608,7 +609,7 @@ class _Search:
 
 
 def _train(trial: Trial, s: _Search) -> tuple[Trial, Exception | None]:
-    "Train, or continue an interrupted training, and prune it by the trials of `s`; the error is what ended it."
+    "Train, or continue an interrupted training, and prune it by the trials of `s`; with what ended it."
     import torch
 
     optuna = import_optuna()
@@ -696,8 +697,7 @@ def search(
     began = time.monotonic()
     base = replace(settings or TrainSettings(), detector="cnn")
     if settings is not None and settings.detector not in ("auto", "cnn"):
-        found = f"detector {settings.detector!r}"
-        raise UsageError("a search trains networks (detector cnn) only", code="wrong-value", found=found)
+        raise UsageError("a search trains networks only", code="wrong-value", found=repr(settings.detector))
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     searched = read_space(space, base)
     folder = user_path(out)
@@ -705,8 +705,7 @@ def search(
     how |= dict(training=training, validation=validation, split=split, allow_leaky_split=allow_leaky_split)
     with state.open_training(settings=replace(base, preload_to_ram=False), progress=show, **how) as data:
         if data.validation is None:
-            text = "a search needs recordings for validation: validation=, or a split with such a part"
-            raise UsageError(text, code="validation-missing")
+            raise UsageError("a search needs recordings for validation", code="validation-missing")
         base = with_length(base, len(data.training))
         own = {"space": space_to_json(searched), "pruning": list(pruning.values())}
         identity = json.loads(json.dumps(state.training_identity(data, base) | own))

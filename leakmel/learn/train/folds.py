@@ -91,6 +91,38 @@ def make_folds(
         remedy="add recordings of other groups with this label: with one group there is nothing left to train on or to test",
     )
 
+# %% ../../../nbs/learn/train/folds.ipynb #lc000005
+CURVES = ("recordings", "groups")  # fewer recordings of each group, and fewer groups
+SHARES = (0.25, 0.5, 0.75, 1.0)
+
+
+def smaller_part(
+    classes: np.ndarray,  # [k] int, class of each training recording
+    code: np.ndarray,  # [k] int, group of each training recording
+    curve: str,  # "recordings": of each group; "groups": with all of their recordings
+    share: float,  # above 0, at most 1
+    seed: int = 0,
+) -> np.ndarray:  # [m] int, places of the chosen recordings, ascending
+    "Choose a share of the training recordings; a smaller share is a part of a larger one of the same seed."
+    import pandas as pd
+
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(code))
+    if curve == "recordings":
+        cell = pd.DataFrame({"group": code[order], "class": classes[order]}).groupby(["group", "class"])
+        rank, size = cell.cumcount().to_numpy(), cell["group"].transform("size").to_numpy()
+        return np.sort(order[rank < np.maximum(1, np.floor(share * size + 0.5))])
+    numbers, each = np.unique(code, return_inverse=True)
+    held = np.zeros((len(numbers), int(classes.max()) + 1), bool)
+    held[each, classes] = True
+    drawn = rng.permutation(len(numbers))
+    alike = pd.Series(list(map(bytes, held[drawn]))).groupby(list(map(bytes, held[drawn])))
+    place = (alike.cumcount() + rng.random(len(numbers))) / alike.transform("size")
+    drawn = drawn[np.argsort(place, kind="stable")]
+    first = {int(drawn[held[drawn, k]][0]) for k in np.flatnonzero(held.any(0))}  # a group of each class
+    chosen = sorted(drawn, key=lambda g: g not in first)[: max(len(first), round(share * len(numbers)))]
+    return np.flatnonzero(np.isin(each, chosen))
+
 # %% ../../../nbs/learn/train/folds.ipynb #fo000008
 MIN_MEMBER_SLOPE = 0.05  # of a calibration line: a member that separates nothing becomes a constant
 
