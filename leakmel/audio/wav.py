@@ -367,8 +367,11 @@ def decode_payload(header: WavHeader, raw: bytearray) -> Recording:
     samples = _decode(raw, header)
     if samples.dtype != np.int16 and not (finite := np.isfinite(samples)).all():
         frame, channel = divmod(int(finite.argmin()), header.channels)
-        offset = header.data_start + frame * header.block_align + channel * header.bits // 8
-        raise RecordingError("nonfinite", f"sample {frame} is not a finite number", offset=offset)
+        raise RecordingError(
+            "nonfinite",
+            f"sample {frame} is not a finite number",
+            offset=header.data_start + frame * header.block_align + channel * header.bits // 8,
+        )
     if len(samples) == 0:
         raise RecordingError("empty", "the file holds no complete sample", offset=header.data_start)
     return Recording(samples, header.sample_rate, header.encoding, digest_of(raw), header.unclaimed)

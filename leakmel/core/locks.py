@@ -155,8 +155,12 @@ class OwnerLock:
                 age = ""
                 with suppress(OSError):
                     age = f", for {max(0, time.time() - os.lstat(self.path).st_mtime):,.0f} s"
-                remedy = "wait until it ends, or write to another file; if it has ended, as after a power cut, delete "
-                raise locked_error(self.target, f"{found}{age}", remedy + show_path(self.path))
+                raise locked_error(
+                    self.target,
+                    f"{found}{age}",
+                    "wait until it ends, or write to another file; if it has ended, as after a power cut, delete "
+                    + show_path(self.path),
+                )
             if self.say is not None and not reported:
                 self.say(str(found))
             reported = True

@@ -300,8 +300,10 @@ def with_name(words: Sequence[str], groups: Groups) -> Sequence[str]:
             return [name, *(word for k, word in enumerate(rest) if k != rest.index(second))]
     if first == "machine" and rest and not rest[0].startswith("-"):
         known = [cls.command.words.split()[1] for cls in groups[first]]
-        text = f"leakmel machine: {answer_unknown(rest[0], known)} See leakmel machine --help"
-        raise UsageError(text, code="invalid-arguments")
+        raise UsageError(
+            f"leakmel machine: {answer_unknown(rest[0], known)} See leakmel machine --help",
+            code="invalid-arguments",
+        )
     return words
 
 # %% ../../nbs/core/operation.ipynb #7ed0a4aa

@@ -91,12 +91,13 @@ class Recordings:
         for name, word in named.items():
             fits &= [word == value or name == "flag" and word in value for value in self.table[name]]
         if not fits.any():
-            known = [f"{name} {', '.join(self.value_counts[name]) or '(none)'}" for name in named]
             raise UsageError(
                 "no recording matches the filter",
                 code="no-matching-recording",
                 found=filter_text(wanted),
-                expected="; ".join(known),
+                expected="; ".join(
+                    [f"{name} {', '.join(self.value_counts[name]) or '(none)'}" for name in named]
+                ),
             )
         return np.flatnonzero(fits)
 

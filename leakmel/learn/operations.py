@@ -458,8 +458,11 @@ class Evaluate(Operation):
         from leakmel.learn.plans import PARTS, find_data_sets, find_model, find_test_sets
 
         if self.figures and not self._writes(run):
-            reason = "The option --figures needs a folder for the page"
-            raise UsageError(reason, code="invalid-arguments", expected="--out DIR")
+            raise UsageError(
+                "The option --figures needs a folder for the page",
+                code="invalid-arguments",
+                expected="--out DIR",
+            )
         device = pick_device(self.device)
         model, note = find_model(self.model)
         # errors are raised now, not after a demo set is built; a command shows no plan
@@ -543,9 +546,11 @@ class Predict(Operation):
         from leakmel.learn.reports import MOST_RECORDINGS
 
         if not 0 <= self.n_shown <= MOST_RECORDINGS:
-            expected = f"0 to {MOST_RECORDINGS}"
             raise UsageError(
-                "n_shown is out of range", code="out-of-range", found=self.n_shown, expected=expected
+                "n_shown is out of range",
+                code="out-of-range",
+                found=self.n_shown,
+                expected=f"0 to {MOST_RECORDINGS}",
             )
         if not self.report:
             if not run.keeps:
@@ -554,8 +559,11 @@ class Predict(Operation):
         import plotly  # noqa: F401  # a missing package is an error now, not after the prediction
 
         if not self.out and not run.keeps:
-            reason = "The option --report needs a file for the scores"
-            raise UsageError(reason, code="invalid-arguments", expected="--out scores.csv")
+            raise UsageError(
+                "The option --report needs a file for the scores",
+                code="invalid-arguments",
+                expected="--out scores.csv",
+            )
 
     def plan(self, run: Run) -> DetectorPlan:
         "Find the recordings and the model, choose the rule and the file."
@@ -704,8 +712,11 @@ class Retrain(Operation):
 
         for name, what in (("data", "the new recordings"), ("replay", "the champion's training recordings")):
             if not getattr(self, name):
-                expected = f"{name}, a folder of data sets or a file"
-                raise UsageError(f"no data set of {what} was given", code="no-data-set", expected=expected)
+                raise UsageError(
+                    f"no data set of {what} was given",
+                    code="no-data-set",
+                    expected=f"{name}, a folder of data sets or a file",
+                )
         device = pick_device(self.device)
         out = user_path(self.out) if self.out else runs_folder() / "rounds"
         champion: Any = self.champion

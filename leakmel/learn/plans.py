@@ -73,11 +73,15 @@ def find_data_set(path: str | os.PathLike, part: str) -> Path:  # part: of PARTS
         whole = given / data_set_name("")  # of one folder of label folders
         found = whole if whole.is_file() else found
     if not found.is_file():
-        problem = f"the folder has no {part} data set" if given.is_dir() else "the data set does not exist"
-        remedy = missing_remedy(
-            given, "build it (leakmel build ROOT --split all --out DIR), or name the file"
+        raise DataError(
+            f"the folder has no {part} data set" if given.is_dir() else "the data set does not exist",
+            code="data-set-missing",
+            path=given,
+            expected=found.name,
+            remedy=missing_remedy(
+                given, "build it (leakmel build ROOT --split all --out DIR), or name the file"
+            ),
         )
-        raise DataError(problem, code="data-set-missing", path=given, expected=found.name, remedy=remedy)
     return found
 
 

@@ -136,9 +136,12 @@ def suspicious_mels(
 ) -> "go.Figure":  # raises UsageError for a number that cannot be drawn
     "Draw the spectrograms and segment scores of the recordings with the highest scores."
     if not 0 <= most <= MOST_RECORDINGS:
-        reason = "the figure cannot show this number of recordings"
-        expected = f"0 to {MOST_RECORDINGS}"
-        raise UsageError(reason, code="out-of-range", found=most, expected=expected)
+        raise UsageError(
+            "the figure cannot show this number of recordings",
+            code="out-of-range",
+            found=most,
+            expected=f"0 to {MOST_RECORDINGS}",
+        )
     rule = predictions.rule
     chosen = [predictions.scored[k] for k in np.argsort(-predictions.score, kind="stable")[:most].tolist()]
     if not chosen:

@@ -410,8 +410,12 @@ def _pipe(
     for name, value in values.items():
         is_positive = name in ("distance_m", "speed_m_s")
         if not math.isfinite(value) or value < 0 or is_positive and value == 0:
-            expected = "a number above 0" if is_positive else "0 or a number above 0"
-            raise UsageError(f"{name} is not valid", code="wrong-value", found=value, expected=expected)
+            raise UsageError(
+                f"{name} is not valid",
+                code="wrong-value",
+                found=value,
+                expected="a number above 0" if is_positive else "0 or a number above 0",
+            )
     if Z95 * speed_m_s * clock_error_s >= distance_m:
         raise UsageError(
             "with these clocks the interval of the position would be as long as the pipe",

@@ -97,8 +97,11 @@ class MelSpec:
                 expected=f"more than 0 s and at most {MAX_SAMPLES:,} samples",
             )
         if not self.floor >= 1e-30:
-            message = "floor must be at least 1e-30, because float32 cannot hold much smaller values"
-            raise SpecError(message, code="spec-range", found=self.floor)
+            raise SpecError(
+                "floor must be at least 1e-30, because float32 cannot hold much smaller values",
+                code="spec-range",
+                found=self.floor,
+            )
         if not 0 <= self.f_min_hz < self.top_hz <= self.sample_rate / 2:
             raise SpecError(
                 "the frequency limits of the mel bands are invalid",
@@ -248,9 +251,12 @@ def _check_types(spec: MelSpec) -> None:
         object.__setattr__(spec, name, int(value) if name in _INTS else float(value) + 0.0)
     for name, allowed in _CHOICES.items():
         if (value := getattr(spec, name)) not in allowed:
-            expected = " or ".join(map(repr, allowed))
-            message = f"{name} has an unknown value"
-            raise SpecError(message, code="spec-choice", found=repr(value), expected=expected)
+            raise SpecError(
+                f"{name} has an unknown value",
+                code="spec-choice",
+                found=repr(value),
+                expected=" or ".join(map(repr, allowed)),
+            )
 
 # %% ../../nbs/mel/spec.ipynb #c0d698a2
 def _empty_bands(spec: MelSpec, n_mels: int) -> np.ndarray:
@@ -305,8 +311,10 @@ def spec_from_dict(values: dict[str, Any]) -> MelSpec:
     "Restore a stored spec, the result of `MelSpec.to_dict`, possibly read from JSON."
     known = {f.name for f in fields(MelSpec)}
     if wrong := sorted(set(values) - known):
-        message = f"this version of leakmel does not know the settings {', '.join(wrong)}"
-        raise SpecError(message, code="unknown-spec-setting")
+        raise SpecError(
+            f"this version of leakmel does not know the settings {', '.join(wrong)}",
+            code="unknown-spec-setting",
+        )
     return MelSpec(**values)
 
 # %% ../../nbs/mel/spec.ipynb #44e785a5

@@ -55,8 +55,11 @@ def run_leakmel(*argv: str) -> ProcessRun:
         wall_s, process.returncode = time.perf_counter() - started, os.waitstatus_to_exitcode(status)
     body = json.loads(text) if text.strip() else {}
     if process.returncode:
-        message = f"the command leakmel {argv[0]} failed with exit status {process.returncode}"
-        raise errors.LeakmelError(message, code="command-failed", found=body.get("error", "no message"))
+        raise errors.LeakmelError(
+            f"the command leakmel {argv[0]} failed with exit status {process.returncode}",
+            code="command-failed",
+            found=body.get("error", "no message"),
+        )
     return ProcessRun(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, body, started)
 
 # %% ../../nbs/ops/bench.ipynb #2f2ea9f1
@@ -111,8 +114,11 @@ def evict(paths: Iterable[str | os.PathLike]) -> int:
     Raises UsageError where the system cannot drop files.
     """
     if not hasattr(os, "posix_fadvise"):
-        message = "the operating system cannot drop files from its page cache"
-        raise errors.UsageError(message, code="page-cache-fixed", remedy="measure with a warm cache only")
+        raise errors.UsageError(
+            "the operating system cannot drop files from its page cache",
+            code="page-cache-fixed",
+            remedy="measure with a warm cache only",
+        )
     left = list(paths)
     for i in range(20):
         time.sleep(0.02 if i and left else 0)
@@ -166,9 +172,11 @@ def work_folder(path: str | os.PathLike) -> Path:  # raises OutputError
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as e:
-        message = f"the folder cannot be written to ({e.strerror})"
         raise errors.OutputError(
-            message, code="folder-not-writable", path=path, remedy="choose another folder"
+            f"the folder cannot be written to ({e.strerror})",
+            code="folder-not-writable",
+            path=path,
+            remedy="choose another folder",
         ) from e
     return path
 
@@ -634,8 +642,9 @@ def tune(
 ) -> dict[str, Any]:  # figures and settings; raises LeakmelError
     "Measure the speed of build settings on a sample of the user's recordings, and store the best for later builds."
     if not (isinstance(budget_s, int | float) and 0 < budget_s < math.inf):
-        message = "budget_s must be a number of seconds above 0"
-        raise errors.UsageError(message, code="invalid-effort", found=budget_s)
+        raise errors.UsageError(
+            "budget_s must be a number of seconds above 0", code="invalid-effort", found=budget_s
+        )
     check_manifest(manifest)
     began, manifest = time.monotonic(), lm.scan(root) if manifest is None else manifest
     pool = take_sample(manifest, MAX_FILES)

@@ -496,8 +496,12 @@ def examine(
     began = time.perf_counter()
     found = list[Check]()
     if not place.is_dir():
-        remedy = missing_remedy(place, "name a folder of recordings, or any folder on the disk to examine")
-        raise DataError("the folder does not exist", code="no-folder-to-examine", path=place, remedy=remedy)
+        raise DataError(
+            "the folder does not exist",
+            code="no-folder-to-examine",
+            path=place,
+            remedy=missing_remedy(place, "name a folder of recordings, or any folder on the disk to examine"),
+        )
     for key, line in CHECKS.items():
         progress(len(found), line.title)
         found.append(check_line(key, place))

@@ -82,8 +82,9 @@ class WorkingFolder:
 def make_working_folder(folder: str | os.PathLike) -> WorkingFolder:  # raises OutputError
     "Copy the run notebooks into a folder, new or not, and create runs/ in it; existing files are not changed."
     if not os.fspath(folder):
-        remedy = "name a folder: leakmel init DIR"
-        raise UsageError("the name of the folder is empty", code="usage", remedy=remedy)
+        raise UsageError(
+            "the name of the folder is empty", code="usage", remedy="name a folder: leakmel init DIR"
+        )
     target = user_path(folder)
     if os.path.lexists(target) and not target.is_dir():
         message, remedy = "this is a file, but a folder is needed", "name a new folder"
@@ -99,8 +100,12 @@ def make_working_folder(folder: str | os.PathLike) -> WorkingFolder:  # raises O
     except OSError as e:
         path = e.filename or target
         cause, remedy = explain(e, path, writing=True)
-        message = f"the working folder cannot be written ({cause})"
-        raise OutputError(message, code="output-not-writable", path=path, remedy=remedy) from e
+        raise OutputError(
+            f"the working folder cannot be written ({cause})",
+            code="output-not-writable",
+            path=path,
+            remedy=remedy,
+        ) from e
     return WorkingFolder(target, created, kept)
 
 # %% ../../nbs/ops/operations.ipynb #fa7c3003
@@ -191,11 +196,14 @@ class Labels(Operation):
         if wrong := [name for name in lost if getattr(self, name) is not None]:
             raise wrong_arguments(f"The option --{wrong[0]} does not belong to labels {self.what}")
         if is_import and self.into is None:
-            example = self.command.example
-            raise wrong_arguments("labels import needs label tracks and a table", expected=example)
+            raise wrong_arguments(
+                "labels import needs label tracks and a table", expected=self.command.example
+            )
         if not is_import and (self.to is None or len(self.files) > 1):
-            example = "leakmel export --labels export labels.csv --to DIR"
-            raise wrong_arguments("labels export needs one table and a folder", expected=example)
+            raise wrong_arguments(
+                "labels export needs one table and a folder",
+                expected="leakmel export --labels export labels.csv --to DIR",
+            )
         made: Any
         if is_import:
             made = import_tracks(
@@ -302,9 +310,11 @@ class Review(Operation):
 
         folder = user_path(self.folder)
         if not folder.is_dir():
-            remedy = missing_remedy(folder)
             raise DataError(
-                "the folder does not exist", code="no-such-folder", path=self.folder, remedy=remedy
+                "the folder does not exist",
+                code="no-such-folder",
+                path=self.folder,
+                remedy=missing_remedy(folder),
             )
         kinds = {read_score_table(user_path(table))[0] for table in self.scores}
         if self.model is not None:
@@ -471,21 +481,27 @@ class Correlate(Operation):
             return self.speed_m_s
         if self.speed_m_s is None and None not in size:
             return lm.wave_speed(*size)
-        message = "the speed of the wave is not given, or not by one way"
-        expected = "the measured speed (speed_m_s), or material, diameter_mm and wall_mm"
-        raise UsageError(message, code="conflicting-parameters", expected=expected)
+        raise UsageError(
+            "the speed of the wave is not given, or not by one way",
+            code="conflicting-parameters",
+            expected="the measured speed (speed_m_s), or material, diameter_mm and wall_mm",
+        )
 
     def __call__(self, run: Run) -> Outcome:
         from leakmel.locate.cross_spectra import synthetic_pair
 
         if self.distance_m is None:
-            message = "the distance of the loggers is not given"
-            raise UsageError(message, code="wrong-type", expected="distance_m")
+            raise UsageError(
+                "the distance of the loggers is not given", code="wrong-type", expected="distance_m"
+            )
         page = check_report(self.html) if self.html else None
         band: Any = (self.band_low_hz, self.band_high_hz)
         if (self.band_low_hz is None) != (self.band_high_hz is None):
-            expected = "band_low_hz and band_high_hz"
-            raise UsageError("the band needs both ends", code="conflicting-parameters", expected=expected)
+            raise UsageError(
+                "the band needs both ends",
+                code="conflicting-parameters",
+                expected="band_low_hz and band_high_hz",
+            )
         speed = self._speed()
         a: Any = None if self.a is None else user_path(self.a)
         if a is None:
@@ -555,8 +571,11 @@ class Export(Operation):
 
         given = Path(self.file)
         if given.name == MODEL or (given / MODEL).is_file():
-            message = "this is a detector, and the format of a detector is ONNX"
-            raise wrong_arguments(message, found=show_path(given), remedy="add --onnx")
+            raise wrong_arguments(
+                "this is a detector, and the format of a detector is ONNX",
+                found=show_path(given),
+                remedy="add --onnx",
+            )
         unused = {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")}
         refuse_unused(unused, "without --onnx", "leave it out, or add --onnx for a detector")
         if self.out is None:

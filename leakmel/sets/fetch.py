@@ -117,8 +117,12 @@ def _opened(path: Path, shown: Path) -> Iterator[Any]:  # zipfile.ZipFile or rar
                 expected="unar, unrar, bsdtar or 7z",
                 remedy="install one of them (apt install unar), or extract the archive and give the folder: --from DIR",
             ) from e
-        cause = f"the archive is damaged ({show_path(str(e))[:200] or type(e).__name__})"
-        raise DataError(cause, code="damaged-archive", path=shown, remedy="download it again") from e
+        raise DataError(
+            f"the archive is damaged ({show_path(str(e))[:200] or type(e).__name__})",
+            code="damaged-archive",
+            path=shown,
+            remedy="download it again",
+        ) from e
 
 # %% ../../nbs/sets/fetch.ipynb #ad29c6a7
 Choice = Callable[[tuple[str, ...]], bool]
@@ -219,8 +223,9 @@ def read_members(
         if e.errno in (errno.ENOSPC, errno.EDQUOT):  # an inner archive is copied
             raise write_error(e, e.filename or source) from e
         path, (cause, remedy) = e.filename or source, explain(e, e.filename or source)
-        message = f"the source cannot be read ({cause})"
-        raise DataError(message, code="cannot-be-read", path=path, remedy=remedy) from e
+        raise DataError(
+            f"the source cannot be read ({cause})", code="cannot-be-read", path=path, remedy=remedy
+        ) from e
 
 # %% ../../nbs/sets/fetch.ipynb #d1798bfa
 def write_headerless(data: bytes, path: Path, name: str) -> None:
@@ -237,8 +242,9 @@ def write_headerless(data: bytes, path: Path, name: str) -> None:
     bits = 32 if (samples & 0xFFFF).any() else 16
     soundfile.write(path, samples, 8000, subtype=f"PCM_{bits}", format="WAV")
     if not np.array_equal(soundfile.read(path, dtype="int32")[0], samples):
-        message = "the WAV file does not hold the samples of the source"
-        raise DataError(message, code="verification", path=path)
+        raise DataError(
+            "the WAV file does not hold the samples of the source", code="verification", path=path
+        )
 
 # %% ../../nbs/sets/fetch.ipynb #f6f219ff
 # a recording of a set: path below the folder of recordings, path in the archive, what its name says, its group (by name,

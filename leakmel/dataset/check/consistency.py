@@ -181,8 +181,9 @@ class Sources:
         try:
             return read_source(full, self.spec)
         except RecordingError as e:  # named by its object, not by its copy
-            named = os.path.join(self.folder, path)
-            raise RecordingError(e.reject_code, e.message, path=named, remedy=e.remedy) from e
+            raise RecordingError(
+                e.reject_code, e.message, path=os.path.join(self.folder, path), remedy=e.remedy
+            ) from e
 
     def close(self) -> None:
         "Remove downloaded copies."

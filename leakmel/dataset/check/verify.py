@@ -324,8 +324,11 @@ def check_sample(sample: int | None) -> None:
     "Check a number of rows; raises UsageError."
     is_number = isinstance(sample, (int, np.integer)) and not isinstance(sample, bool)
     if sample is not None and not (is_number and sample >= 0):
-        what = "the number of rows to recompute must be 0 or more, or None for all rows"
-        raise errors.UsageError(what, code="usage", found=repr(sample))
+        raise errors.UsageError(
+            "the number of rows to recompute must be 0 or more, or None for all rows",
+            code="usage",
+            found=repr(sample),
+        )
 
 
 def _recordings_folder(
@@ -342,8 +345,11 @@ def _recordings_folder(
     if isinstance(top, StorePath) or not len(paths) or any(there):
         return folder
     lacking = f"none of the {len(paths):,} recordings, for example {errors.show_path(paths[0])}"
-    what = f"the folder contains {lacking}: give the data folder that the data set was built from"
-    raise errors.DataError(what, code="no-recordings", path=folder)
+    raise errors.DataError(
+        f"the folder contains {lacking}: give the data folder that the data set was built from",
+        code="no-recordings",
+        path=folder,
+    )
 
 
 def _check_origin(
@@ -367,8 +373,11 @@ def _check_origin(
     if table is not None:
         if naming.source != "table":
             origin = "folders" if naming.labels_by_folder else "a pattern"
-            what = f"the labels of this data set come from {origin}: omit the table"
-            raise errors.UsageError(what, code="table-not-used", path=f.filename)
+            raise errors.UsageError(
+                f"the labels of this data set come from {origin}: omit the table",
+                code="table-not-used",
+                path=f.filename,
+            )
         report.problems += consistency.table_mismatches(f, labels, table)
     if root is None or report.problems:
         return

@@ -109,9 +109,12 @@ def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
             raise ValueError(f"{name} is {part}")
         counts[name] = len(part)
     if len(set(counts.values())) > 1 or not (legacy or file.attrs.get("complete", False)):
-        remedy = "build the data set again"
         raise VerifyError(
-            "the data set is incomplete", code="incomplete-data-set", path=path, found=counts, remedy=remedy
+            "the data set is incomplete",
+            code="incomplete-data-set",
+            path=path,
+            found=counts,
+            remedy="build the data set again",
         )
 
 # %% ../../../nbs/dataset/file/reader.ipynb #2c2ff16e
@@ -380,12 +383,14 @@ def _load(path: Path) -> dict[str, Any]:
                 raise DataError("the path is not a regular file", code="not-a-file", path=path)
             data = file.read(MOST_BYTES + 1)
     except FileNotFoundError as e:
-        hint = missing_remedy(path, remedy)
-        raise DataError("there is no such spec file", code="no-such-file", path=path, remedy=hint) from e
+        raise DataError(
+            "there is no such spec file", code="no-such-file", path=path, remedy=missing_remedy(path, remedy)
+        ) from e
     except OSError as e:
         reason, hint = explain(e, path)
-        what = f"the spec file cannot be read ({reason})"
-        raise DataError(what, code="read-failed", path=path, remedy=hint) from e
+        raise DataError(
+            f"the spec file cannot be read ({reason})", code="read-failed", path=path, remedy=hint
+        ) from e
     body: Any = None
     why = ""
     try:

@@ -143,8 +143,9 @@ def compress_rows(
         chunks = map_in_order(pool, pack, range(begin, end, n_bytes), _CHUNKS_PER_THREAD * threads)
         for k, chunk in enumerate(chunks):
             if stopped():
-                what = "the compression of the rows was stopped"
-                raise OutputError(what, code="stopped", path=source.file.filename)
+                raise OutputError(
+                    "the compression of the rows was stopped", code="stopped", path=source.file.filename
+                )
             place = (k * per_chunk, *(0 for _ in target.shape[1:]))
             target.id.write_direct_chunk(place, chunk)
             written(place, chunk)

@@ -96,9 +96,12 @@ class PipelineConfig:
         for name, choices in field_choices(type(self)).items():
             value = getattr(self, name)
             if value not in choices:
-                known = " or ".join(choices)
-                what = f"{name} has an unknown value"
-                raise UsageError(what, code="unknown-choice", found=repr(value), expected=known)
+                raise UsageError(
+                    f"{name} has an unknown value",
+                    code="unknown-choice",
+                    found=repr(value),
+                    expected=" or ".join(choices),
+                )
 
 # %% ../../../nbs/dataset/run/config.ipynb #2376d7a1
 @dataclass(frozen=True)

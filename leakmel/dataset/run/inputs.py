@@ -256,8 +256,9 @@ def list_recordings(
         return scan(root, split=split, progress=progress)
     if os.path.realpath(root) != os.path.realpath(manifest.root):
         what, found = "the manifest belongs to another folder", errors.show_path(manifest.root)
-        remedy = "give the folder that was scanned"
-        raise errors.UsageError(what, code="other-manifest", path=root, found=found, remedy=remedy)
+        raise errors.UsageError(
+            what, code="other-manifest", path=root, found=found, remedy="give the folder that was scanned"
+        )
     return manifest
 
 
@@ -311,9 +312,12 @@ def decide_spec(
         folder = listings[0].folder
         if not len(headers):
             command = f"leakmel scan {shlex.quote(errors.show_path(folder))} --content"
-            remedy = f"run `{command}`, which lists the problems of each recording"
-            what = "none of the recordings can be read"
-            raise errors.DataError(what, code="nothing-readable", path=folder, remedy=remedy)
+            raise errors.DataError(
+                "none of the recordings can be read",
+                code="nothing-readable",
+                path=folder,
+                remedy=f"run `{command}`, which lists the problems of each recording",
+            )
         usable = _long_enough(headers, given)
         values = {"sample_rate": usable[:, 0].tolist(), "duration_s": (usable[:, 1] / usable[:, 0]).tolist()}
         most, n_most = Counter(zip(*(values[name] for name in inferred))).most_common(1)[0]
@@ -381,8 +385,12 @@ def check_target(
             raise PermissionError(errno.EACCES, "")
     except OSError as e:
         cause, remedy = errors.explain(e, target.parent, writing=True)
-        what = f"the output folder cannot be written ({cause})"
-        raise errors.OutputError(what, code="output-not-writable", path=target.parent, remedy=remedy) from e
+        raise errors.OutputError(
+            f"the output folder cannot be written ({cause})",
+            code="output-not-writable",
+            path=target.parent,
+            remedy=remedy,
+        ) from e
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #cdb738a4
 def _missing_labels(manifest: Manifest) -> list[str]:
@@ -441,9 +449,12 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             remedy="give the parent of the label folders, or give the labels with --table or --pattern (scan)",
         )
     if twins := [name for name, n in Counter(map(errors.show_path, manifest.label_names)).items() if n > 1]:
-        what = f"two label folders have the same printed name: {twins[0]}"
-        remedy = "rename one of them; label names are stored as text"
-        raise errors.DataError(what, code="labels-alike", path=manifest.root, remedy=remedy)
+        raise errors.DataError(
+            f"two label folders have the same printed name: {twins[0]}",
+            code="labels-alike",
+            path=manifest.root,
+            remedy="rename one of them; label names are stored as text",
+        )
     missing = _labels_without_recordings(manifest) if by_folder else []  # other labels come from recordings
     if missing:
         raise errors.DataError(

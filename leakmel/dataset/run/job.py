@@ -112,9 +112,8 @@ class BuildRequest:
                 what, right = "pipeline or preloaded has the wrong type", getattr(kind, "__name__", str(kind))
                 raise errors.UsageError(what, code="wrong-type", found=repr(value), expected=right)
         if mode not in MODES:
-            known = " or ".join(MODES)
             raise errors.UsageError(
-                "the mode is unknown", code="unknown-mode", found=repr(mode), expected=known
+                "the mode is unknown", code="unknown-mode", found=repr(mode), expected=" or ".join(MODES)
             )
         if ready is not None and mode not in ("auto", ready.choice.used, ready.choice.asked):
             raise errors.UsageError(
@@ -229,8 +228,9 @@ class Job:
         "Write the rows of a computed slot, read them back and store its facts; return the bytes written and whether the job is complete."
         mine = slice(slot.first, slot.first + slot.n)  # candidates, each of which belongs to one thread
         if self.matched[mine].any():  # rows that were read back must not change any more
-            what = "a batch would replace rows of another one"
-            raise errors.VerifyError(what, code="wrong-rows", path=self.file.target)
+            raise errors.VerifyError(
+                "a batch would replace rows of another one", code="wrong-rows", path=self.file.target
+            )
         n_bytes = self.file.write(slot.first, slot.mels[: slot.n])
         if self.waveform_digests is not None:
             n_bytes += store_waveforms(slot, self.spec, self.file, self.waveform_digests)

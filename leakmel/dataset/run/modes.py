@@ -151,8 +151,9 @@ class SampleCache:
                     raise ValueError("the cache file holds other recordings")
                 cache = cls(about.pop("key"), 0, n_samples, fd=os.dup(file.fileno()))
         except ValueError as e:
-            what = "the cache file cannot be used"
-            raise DataError(what, code="invalid-cache-file", path=path, found=str(e)) from e
+            raise DataError(
+                "the cache file cannot be used", code="invalid-cache-file", path=path, found=str(e)
+            ) from e
         cache.rows = np.frombuffer(rows, CACHED)
         cache.about = about
         cache.path = path
@@ -268,8 +269,11 @@ def load(
                 with lanes.lock:
                     n_read += slot.n
         except (MemoryError, OutOfMemory) as e:
-            what = "the recordings need more memory than ram_fraction allows"
-            raise NoMemory(what, code="no-memory", remedy="use mode='stream'") from e
+            raise NoMemory(
+                "the recordings need more memory than ram_fraction allows",
+                code="no-memory",
+                remedy="use mode='stream'",
+            ) from e
         if n_read == n_files:
             finished.set()
 
@@ -580,8 +584,12 @@ def prepare(
     choice, folder = pick_mode(listings, spec, asked, config, kept=kept), cache_folder(config.cache_dir)
     inside = Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(manifest.root))
     if choice.used == "memmap" and inside:
-        what = "the cache folder lies inside the data folder"
-        raise UsageError(what, code="inside-data", path=folder, remedy="choose another cache_dir")
+        raise UsageError(
+            "the cache folder lies inside the data folder",
+            code="inside-data",
+            path=folder,
+            remedy="choose another cache_dir",
+        )
     lines, began_s = list[str](), timeline.now_s()
     while True:
         lines.append(str(choice))
@@ -626,8 +634,11 @@ def preload(
 ) -> Preloaded:  # a context manager; closing it frees the memory
     "Read recordings once, for several builds of one rate, length and rules: `build(..., preloaded=...)`."
     if mode not in ("preload", "memmap"):
-        what = "recordings can be preloaded in mode preload or memmap only"
-        raise UsageError(what, code="unknown-mode", found=repr(mode))
+        raise UsageError(
+            "recordings can be preloaded in mode preload or memmap only",
+            code="unknown-mode",
+            found=repr(mode),
+        )
     found = list_recordings(root, split, manifest)
     if split is not None:
         found = replace(found, listings=(listing_of_split(found, split, root),), content=None)

@@ -395,9 +395,11 @@ def join(
     if (plan := _read_plan(folder)) is None:
         if not folder.exists() and (made := earlier_result(target)) is not None:
             return made
-        remedy = "build them first: leakmel build ROOT --out FILE --part I/N"
         raise errors.DataError(
-            "there are no parts of this data set", code="no-parts", path=folder, remedy=remedy
+            "there are no parts of this data set",
+            code="no-parts",
+            path=folder,
+            remedy="build them first: leakmel build ROOT --out FILE --part I/N",
         )
     n_parts = plan["n_parts"]
     parts = finished_parts(folder, n_parts)
@@ -742,9 +744,11 @@ def find_data(
     if named := os.environ.get("LEAKMEL_DATA"):
         folder = user_path(named)
         if not folder.is_dir():
-            remedy = "correct or unset the environment variable LEAKMEL_DATA"
             raise errors.DataError(
-                "there is no such folder", code="no-such-folder", path=folder, remedy=remedy
+                "there is no such folder",
+                code="no-such-folder",
+                path=folder,
+                remedy="correct or unset the environment variable LEAKMEL_DATA",
             )
         return folder, "from the environment variable LEAKMEL_DATA"
     demo, hint = runs_folder() / "demo", "for your own recordings, set data_root or LEAKMEL_DATA"

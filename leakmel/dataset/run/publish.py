@@ -453,8 +453,12 @@ def result_of(
                 body["problems_by_kind"] = summary["problems_by_kind"]
                 _write_report(report_path, lists, body)
     except OutputError as e:
-        what = "the data set is complete, but its report or timeline could not be written"
-        raise type(e)(what, code="report-not-written", path=target, found=str(e)) from e
+        raise type(e)(
+            "the data set is complete, but its report or timeline could not be written",
+            code="report-not-written",
+            path=target,
+            found=str(e),
+        ) from e
     return BuildResult(
         path=target,
         split=job.split,

@@ -74,9 +74,11 @@ class Task:
 
     def __post_init__(self):
         if self.kind not in (BINARY, MULTICLASS):
-            expected = f"{BINARY!r} or {MULTICLASS!r}"
             raise UsageError(
-                "the kind of task is unknown", code="usage", found=repr(self.kind), expected=expected
+                "the kind of task is unknown",
+                code="usage",
+                found=repr(self.kind),
+                expected=f"{BINARY!r} or {MULTICLASS!r}",
             )
         labels = dict(enumerate(self.to_model))
         fits = len(labels) == len(self.class_names) and labels.get(self.leak_in_data) == self.leak_in_model
@@ -117,8 +119,9 @@ def make_task(
     leak = find_label(leak_label, names, remedy)
     out = {find_label(name, class_names) for name in leave_out}
     if leak in out:
-        found = show_path(names[leak])
-        raise UsageError("the leak label cannot be left out", code="invalid-task", found=found)
+        raise UsageError(
+            "the leak label cannot be left out", code="invalid-task", found=show_path(names[leak])
+        )
     kept = [i for i in range(len(names)) if i not in out]
     if len(kept) < 2:
         raise UsageError(
@@ -144,8 +147,10 @@ def conform_recording(recording: Recording, spec: MelSpec, length: str = "whole"
     rules = spec.rules
     n = resampled_length(len(recording.samples), recording.sample_rate, rules.sample_rate)
     if n < spec.long_window:
-        text = f"{n} samples at {rules.sample_rate} Hz are fewer than one long segment of {spec.long_window}"
-        raise RecordingError("too_short", text)
+        raise RecordingError(
+            "too_short",
+            f"{n} samples at {rules.sample_rate} Hz are fewer than one long segment of {spec.long_window}",
+        )
     if length == "whole":
         rules = replace(rules, n_samples=n)
     row, status = conform(recording.samples, recording.sample_rate, rules, use_compiled=True)

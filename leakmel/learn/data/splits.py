@@ -56,8 +56,12 @@ def group_values(
             pattern = re.compile(group[3:] if isinstance(group, str) else group)
             pattern.search("")  # refuses a pattern of bytes
     except (re.error, OverflowError, RecursionError, TypeError) as e:
-        text = f"the pattern is not a valid regular expression: {e}"
-        raise UsageError(text, code="usage", found=repr(group), expected="a pattern of text") from e
+        raise UsageError(
+            f"the pattern is not a valid regular expression: {e}",
+            code="usage",
+            found=repr(group),
+            expected="a pattern of text",
+        ) from e
     name = "path" if pattern else group
     if isinstance(name, str):
         table = with_date(table) if name == "date" else table
@@ -85,9 +89,11 @@ def group_values(
         found = [pattern.search(path) if isinstance(path, str) else None for path in values]
         values = [m and m[min(1, pattern.groups)] for m in found]
     if len(values) != len(table):
-        text = "the number of group values differs from the number of recordings"
         raise UsageError(
-            text, code="lengths-differ", found=f"{len(values):,} values", expected=f"{len(table):,}"
+            "the number of group values differs from the number of recordings",
+            code="lengths-differ",
+            found=f"{len(values):,} values",
+            expected=f"{len(table):,}",
         )
     texts = ["" if pd.api.types.is_scalar(v) and pd.isna(v) else text_key(str(v)) for v in values]
     if isinstance(group, str) and group == "recording" and "path" in table:  # else a file is a recording
@@ -408,9 +414,11 @@ class Split:
                 remedy="make the split again from these data sets (leakmel.learn.data.splits.group_split)",
             )
         if part not in self.parts:
-            known = ", ".join(self.parts)
             raise UsageError(
-                "the split has no part of this name", code="no-such-part", found=repr(part), expected=known
+                "the split has no part of this name",
+                code="no-such-part",
+                found=repr(part),
+                expected=", ".join(self.parts),
             )
 
     def __repr__(self) -> str:

@@ -362,11 +362,11 @@ def require_used(
     if length and used_length and length != used_length:
         wrong.append(f"length {length}, not {used_length}")
     if wrong:
-        text = (
-            "the features are those of the detector, the data set or the embeddings: no others can be chosen"
-        )
         raise error(
-            text, code=code, found=", ".join(wrong), remedy="leave sample rate, length and other features out"
+            "the features are those of the detector, the data set or the embeddings: no others can be chosen",
+            code=code,
+            found=", ".join(wrong),
+            remedy="leave sample rate, length and other features out",
         )
 
 
@@ -408,8 +408,12 @@ def embed(
         finally:
             segments.close_opened(opened, sources)
     if not len(done):
-        why = "; ".join(f"{show_path(r.path)}: {r.message}" for r in done.rejections[:3])
-        raise DataError("no recording has an embedding", code="all-rejected", path=done.sources[0], found=why)
+        raise DataError(
+            "no recording has an embedding",
+            code="all-rejected",
+            path=done.sources[0],
+            found="; ".join(f"{show_path(r.path)}: {r.message}" for r in done.rejections[:3]),
+        )
     if target is not None:
         done.save(target)
     return done

@@ -171,9 +171,11 @@ class Detector:
             n_mels, width = (s.n_mels, None) if self.spec is None else image_shape(self.spec.row_shape)
             own_width = s.width if isinstance(s, NetSettings) and width is not None else width
             if (s.n_mels, own_width, s.n_classes) != (n_mels, width, len(self.task.model_names)):
-                text = "the classifier does not fit features or classes"
                 raise UsageError(
-                    text, code="invalid-detector", found=repr(s), expected=f"{self.spec}, {self.task}"
+                    "the classifier does not fit features or classes",
+                    code="invalid-detector",
+                    found=repr(s),
+                    expected=f"{self.spec}, {self.task}",
                 )
 
     @property

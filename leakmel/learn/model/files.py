@@ -144,9 +144,11 @@ def require_kind(path: Path, kind: str, is_one: Callable[[BinaryIO], bool]) -> N
     with suppress(Exception), open(os.open(path, flags), "rb") as f:
         ours = stat.S_ISREG(os.fstat(f.fileno()).st_mode) and is_one(f)
     if not ours:
-        text = f"the path exists and is not a {kind}, so it is not replaced"
         raise OutputError(
-            text, code="other-file-in-the-way", path=path, remedy="choose another name, or move it elsewhere"
+            f"the path exists and is not a {kind}, so it is not replaced",
+            code="other-file-in-the-way",
+            path=path,
+            remedy="choose another name, or move it elsewhere",
         )
 
 

@@ -75,9 +75,11 @@ class _CheckedSettings:
         for name in found.keys() & _RANGES.keys():
             least, most = _RANGES[name]
             if not least <= found[name] <= most:
-                text = " to ".join(f"{v:,}" if isinstance(v, int) else f"{v:g}" for v in (least, most))
                 raise UsageError(
-                    f"{name} is out of range", code=self._codes[0], found=found[name], expected=text
+                    f"{name} is out of range",
+                    code=self._codes[0],
+                    found=found[name],
+                    expected=" to ".join(f"{v:,}" if isinstance(v, int) else f"{v:g}" for v in (least, most)),
                 )
 
 # %% ../../../nbs/learn/model/settings.ipynb #0d014d1e

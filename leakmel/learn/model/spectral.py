@@ -466,8 +466,11 @@ def fit_logistic(features: np.ndarray, y_true: np.ndarray) -> "Pipeline":
     """
     x, y = np.asarray(features, np.float64), np.asarray(y_true, bool)
     if not 0 < y.sum() < len(y):
-        counts = f"{int(y.sum()):,} leaks in {len(y):,} recordings"
-        raise DataError("a baseline needs recordings of both labels", code="one-class", found=counts)
+        raise DataError(
+            "a baseline needs recordings of both labels",
+            code="one-class",
+            found=f"{int(y.sum()):,} leaks in {len(y):,} recordings",
+        )
     if not np.isfinite(x).all():
         raise DataError("some features of the baseline are not finite", code="scores-not-finite")
     return logistic_regression(solver="newton-cholesky", tol=1e-9).fit(x, y)

@@ -168,8 +168,11 @@ class History:
             name = getattr(e, "sqlite_errorname", "")
             for begins, (code, message) in _ERRORS.items():
                 if name.removeprefix("SQLITE_").startswith(tuple(begins.split())):
-                    kind = SpaceError if code == "no-space" else OutputError
-                    raise kind(message, code=code, path=self.path, found=name) from e
+                    raise (
+                        SpaceError
+                        if code == "no-space"
+                        else OutputError(message, code=code, path=self.path, found=name)
+                    ) from e
             raise _refused(self.path, f"the file is damaged ({e})") from e
 
     def _prepare(self, exists: bool) -> None:
@@ -196,15 +199,19 @@ class History:
             self.db.execute("COMMIT")
             return
         if numbers != (_APPLICATION_ID, _VERSION) or stored != _SCHEMA:
-            message = "this SQLite file is not a history of this version"
-            raise _refused(self.path, message, sorted(map(str, stored))[:8])
+            raise _refused(
+                self.path, "this SQLite file is not a history of this version", sorted(map(str, stored))[:8]
+            )
         (verdict,) = self.db.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
             raise _refused(self.path, "the file is damaged", verdict)
         known = dict(self.db.execute("SELECT name, digest FROM digests"))
         if wrong := known.items() ^ self._digests().items():
-            message = "damaged, or changed by another program: tables do not match their digests"
-            raise _refused(self.path, message, ", ".join(sorted({ascii(name) for name, _ in wrong}))[:200])
+            raise _refused(
+                self.path,
+                "damaged, or changed by another program: tables do not match their digests",
+                ", ".join(sorted({ascii(name) for name, _ in wrong}))[:200],
+            )
 
     def _digests(self) -> dict[str, str]:  # table -> 32 hexadecimal digits
         "Compute the digests of the tables from all rows."
@@ -338,8 +345,13 @@ def export_history(
 ) -> ExportResult:  # raises UsageError, DataError, OutputError, SpaceError, MissingPackageError
     "Export the history of nightly runs as Parquet: recordings, nights and visits."
     if to != "parquet":
-        message = "this is the history of nightly runs, which is exported as Parquet tables; other formats are for data sets"
-        raise UsageError(message, code="unknown-choice", path=state, found=repr(to), expected="parquet")
+        raise UsageError(
+            "this is the history of nightly runs, which is exported as Parquet tables; other formats are for data sets",
+            code="unknown-choice",
+            path=state,
+            found=repr(to),
+            expected="parquet",
+        )
     require_package("pyarrow")
     if not is_state_folder(state):
         message, remedy = "there is no history of nightly runs", "give the state folder of leakmel nightly"

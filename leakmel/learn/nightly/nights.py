@@ -47,8 +47,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not 0 < self.per_100_nights <= 10:
-            message = "the budget (false visits per 100 sensor-nights) must be above 0 and at most 10"
-            raise UsageError(message, code="out-of-range", found=self.per_100_nights)
+            raise UsageError(
+                "the budget (false visits per 100 sensor-nights) must be above 0 and at most 10",
+                code="out-of-range",
+                found=self.per_100_nights,
+            )
 
     @property
     def limit(self) -> float:
@@ -486,13 +489,21 @@ def reference_of_data_set(path: str | os.PathLike, detector: Detector) -> Refere
     with Segments(path, level="recording", with_labels=False, preload_to_ram=False) as recordings:
         (ds,) = recordings.sources
         if wrong := spec_differences(required_spec(detector), ds.spec):
-            message = "the features of the reference are not those of the model, as in its training set"
-            raise DataError(message, code="features-differ", path=path, found=", ".join(wrong))
+            raise DataError(
+                "the features of the reference are not those of the model, as in its training set",
+                code="features-differ",
+                path=path,
+                found=", ".join(wrong),
+            )
         usable = np.flatnonzero(~ds.files["silent"].to_numpy(bool)[recordings.rows])
         chosen = usable[np.unique(np.linspace(0, len(usable) - 1, min(len(usable), 2000)).astype(int))]
         if len(chosen) < MIN_RECORDINGS:
-            message = f"the reference has fewer than {MIN_RECORDINGS} usable recordings"
-            raise DataError(message, code="no-usable-recording", path=path, found=len(chosen))
+            raise DataError(
+                f"the reference has fewer than {MIN_RECORDINGS} usable recordings",
+                code="no-usable-recording",
+                path=path,
+                found=len(chosen),
+            )
         rows, counts = recordings.rows[chosen], recordings.segment_counts[chosen]
         level = ds.files["rms_db"].to_numpy(float)[rows]
         # as in a nightly run, without the padding behind a short recording

@@ -594,8 +594,11 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
     "Refuse a state folder among the recordings, and other files in the place of the tables."
     target = Path(os.path.abspath(state))
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder)):
-        message = "the state folder lies inside the folder of the recordings: choose a path outside"
-        raise OutputError(message, code="output-in-source", path=target)
+        raise OutputError(
+            "the state folder lies inside the folder of the recordings: choose a path outside",
+            code="output-in-source",
+            path=target,
+        )
     kind, begins = "table of a nightly run", f'{{"format": "{FORMAT}"'.encode()
     require_kind(target / SENSORS_CSV, kind, lambda file: has_columns(file, nights.SENSOR_COLUMNS))
     require_kind(target / SENSORS_JSON, kind, lambda file: file.read(len(begins)) == begins)
@@ -668,8 +671,9 @@ def nightly(
     began = time.perf_counter()
     rule = nights.Budget(budget)
     if isinstance(audits, bool) or not isinstance(audits, int) or not 0 <= audits <= 1000:
-        message = "audits must be a whole number from 0 to 1000"
-        raise UsageError(message, code="out-of-range", found=repr(audits))
+        raise UsageError(
+            "audits must be a whole number from 0 to 1000", code="out-of-range", found=repr(audits)
+        )
     target = _check_state(state, Path(os.path.abspath(folder)))
     visits = {} if visited is None else nights.read_visits(Path(visited))
     detector, named = detector_of(model)

@@ -132,9 +132,11 @@ class Rule:
 
     def __post_init__(self):
         if self.vote not in VOTES:
-            known = ", ".join(VOTES)
             raise UsageError(
-                "the voting rule is unknown", code="unknown-choice", found=repr(self.vote), expected=known
+                "the voting rule is unknown",
+                code="unknown-choice",
+                found=repr(self.vote),
+                expected=", ".join(VOTES),
             )
         for name, least in (("threshold", "from 0 to 1"), ("frac", "above 0 and at most 1")):
             value = getattr(self, name)
@@ -688,8 +690,12 @@ def predict(
 ) -> Predictions:
     "Score the recordings of a folder with a detector; raises LeakmelError."
     if length not in LENGTHS:
-        known = " or ".join(map(repr, LENGTHS))
-        raise UsageError("the length is unknown", code="unknown-choice", found=repr(length), expected=known)
+        raise UsageError(
+            "the length is unknown",
+            code="unknown-choice",
+            found=repr(length),
+            expected=" or ".join(map(repr, LENGTHS)),
+        )
     target = None if out is None else output_path(out)
     if target is not None:
         check_output(target, absolute_folder(folder))

@@ -22,8 +22,8 @@ import torch
 
 from leakmel.audio import listing as listings
 from leakmel.audio.conform import add_faults, quality, quality_figures
-from leakmel.audio.listing import FoundFiles, Listing
-from leakmel.audio.manifest import Manifest, check_manifest, split_folders
+from leakmel.audio.listing import FoundFiles, Listing, split_folders
+from leakmel.audio.manifest import Manifest, check_manifest
 from leakmel.audio.naming import NameParts, Naming, parse_name, split_name
 from leakmel.audio.wav import close_read, open_regular, read_wav
 from leakmel.core.errors import (
@@ -547,9 +547,11 @@ def open_scorer(
 ) -> HostScorer | DeviceScorer:  # the caller closes it; raises EngineError, MachineError, UsageError
     "Open the scorer of a device."
     if engine != "auto" and engine not in ENGINES:
-        expected = f"auto or {', '.join(ENGINES)}"
         raise UsageError(
-            "the engine is unknown", code="unknown-choice", found=repr(engine), expected=expected
+            "the engine is unknown",
+            code="unknown-choice",
+            found=repr(engine),
+            expected=f"auto or {', '.join(ENGINES)}",
         )
     opened = None if device == "cpu" else open_devices(device)[0]
     on = torch.device("cpu") if opened is None else opened.torch_device
@@ -637,8 +639,9 @@ def block_sizes(
     "Choose blocks within a gigabyte, of at least one row each."
     for name, value in (("files_per_batch", files_per_batch), ("read_workers", read_workers)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            text = f"{name} must be a whole number of at least 1"
-            raise UsageError(text, code="out-of-range", found=repr(value))
+            raise UsageError(
+                f"{name} must be a whole number of at least 1", code="out-of-range", found=repr(value)
+            )
     kind = device.split(":")[0]
     readers = read_workers or min(2 if kind == "cpu" else 16, usable_cores())
     n_blocks = readers + 3

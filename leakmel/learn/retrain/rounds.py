@@ -124,8 +124,9 @@ def read_human_labels(table: LabelTable, recordings: Segments, task: Task) -> np
 def recording_paths(recordings: Segments) -> list[str]:
     "Return the path of each recording; raises DataError for data sets that do not store them."
     if nameless := [source.path for source in recordings.sources if "path" not in source.files]:
-        message = "the data set does not store the paths of its recordings"
-        raise DataError(message, code="paths-missing", path=nameless[0])
+        raise DataError(
+            "the data set does not store the paths of its recordings", code="paths-missing", path=nameless[0]
+        )
     return recordings_of(recordings)["path"].tolist()
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #fc15f3da
@@ -141,8 +142,12 @@ def labels_by_content(recordings: Segments, labels: np.ndarray) -> dict[str, int
     for i in np.flatnonzero(labels != UNLABELLED).tolist():
         if content[i] and found.setdefault(content[i], int(labels[i])) != labels[i]:
             path, name = recordings.sources[0].path, show_path(recording_paths(recordings)[i])
-            message = "the table gives different labels to recordings with the same samples"
-            raise DataError(message, code="labels-contradict", path=path, found=name)
+            raise DataError(
+                "the table gives different labels to recordings with the same samples",
+                code="labels-contradict",
+                path=path,
+                found=name,
+            )
     return found
 
 
@@ -272,8 +277,11 @@ def draw_replay(old: Segments, share: float = 0.5, seed: int = 0, round_number: 
     for k, name in enumerate(old.task.model_names if old.task else ()):
         mine = np.flatnonzero(old.labels == k)
         if not len(mine):
-            message = f"the replay data hold no recording of the class {show_path(name)}"
-            raise DataError(message, code="class-missing", path=old.sources[0].path)
+            raise DataError(
+                f"the replay data hold no recording of the class {show_path(name)}",
+                code="class-missing",
+                path=old.sources[0].path,
+            )
         drawn[rng.permutation(mine)[: max(1, round(share * len(mine)))]] = True
     return drawn
 
@@ -433,8 +441,11 @@ def check_overlap(
     part = (np.arange(len(both)) >= len(both) - len(evaluated.rows)).astype(np.int64)
     found = find_shared(both, part, (f"training data ({', '.join(trained_on)})", "testing"))
     if twice := [s for s in found if s.kind == "content"]:
-        message = "testing holds recordings that are also used for training: remove them from one of the two"
-        raise DataError(message, code="test-set-learned", found=str(twice[0]))
+        raise DataError(
+            "testing holds recordings that are also used for training: remove them from one of the two",
+            code="test-set-learned",
+            found=str(twice[0]),
+        )
     overlap = card.find_overlap(provenance or card.Provenance(), evaluated)
     known = [overlap.text] if overlap is not None and overlap.n_in_training else []
     return [f"{LEAKY_SPLIT} testing: {text}" for text in (*found, *known)]
@@ -692,9 +703,11 @@ def _check_test_set(folder: Path, lineage: Lineage | None, parts: Mapping[str, S
     for name in [name for name in ("testing", "validation") if name in parts]:
         is_leak = parts[name].is_leak
         if not 0 < is_leak.sum() < len(is_leak):
-            message = f"all recordings of {name} belong to one class, but leaks and others are needed"
-            found = f"{int(is_leak.sum()):,} leaks in {len(is_leak):,} recordings"
-            raise DataError(message, code="class-missing", found=found)
+            raise DataError(
+                f"all recordings of {name} belong to one class, but leaks and others are needed",
+                code="class-missing",
+                found=f"{int(is_leak.sum()):,} leaks in {len(is_leak):,} recordings",
+            )
     digest = digest_of(part_digest(parts["testing"]).encode())
     if lineage is not None and lineage.testing != digest:
         message, remedy = "the champion was evaluated on other test recordings", "use them, or another folder"

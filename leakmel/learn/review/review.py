@@ -79,10 +79,12 @@ def read_score_table(file: str | os.PathLike) -> tuple[str, list[ScoreRow]]:
     table = csv_table(file, read_text(file), set().union(*_KINDS.values()))
     kind = next((name for name, columns in _KINDS.items() if columns <= set(table.columns)), None)
     if kind is None:
-        found = ", ".join(map(show_path, sorted(table.columns)))[:300]
-        expected = "a table of leakmel predict or leakmel review --suggest, or cross_validation.csv of leakmel train --cross-validate"
         raise DataError(
-            "there are no scores", code="table-columns", path=file, found=found, expected=expected
+            "there are no scores",
+            code="table-columns",
+            path=file,
+            found=", ".join(map(show_path, sorted(table.columns)))[:300],
+            expected="a table of leakmel predict or leakmel review --suggest, or cross_validation.csv of leakmel train --cross-validate",
         )
     rows = []
     for line, row in table.records("path", "score"):
@@ -170,11 +172,12 @@ def _add_table(rows: list[dict[str, Any]], folder: Path, file: Any, given: list[
     places |= {show_path(row["path"]): [i] for i, row in enumerate(rows)}
     named = [(places[path][0], scores) for path, scores in given if len(places.get(path, ())) == 1]
     if not named:
-        message = (
-            f"the table names no recording by its path in {show_path(folder)}, or in the folder of a split"
+        raise DataError(
+            f"the table names no recording by its path in {show_path(folder)}, or in the folder of a split",
+            code="unknown-recording",
+            path=Path(os.path.abspath(file)),
+            found=given[0][0] if given else "no row",
         )
-        found = given[0][0] if given else "no row"
-        raise DataError(message, code="unknown-recording", path=Path(os.path.abspath(file)), found=found)
     for i, scores in named:
         rows[i] |= scores
 
@@ -322,8 +325,9 @@ def make_queue(
 ) -> ReviewQueue:  # raises UsageError
     "Order the recordings of a queue; without those that are decided or skipped, and without copies: a decision counts for all."
     if name not in QUEUES:
-        names = ", ".join(QUEUES)
-        raise UsageError("the queue is unknown", code="unknown-choice", found=repr(name), expected=names)
+        raise UsageError(
+            "the queue is unknown", code="unknown-choice", found=repr(name), expected=", ".join(QUEUES)
+        )
     if n < 1:
         raise UsageError("a queue needs at least one recording", code="out-of-range", found=n)
     if why := lacking(found, name):
@@ -359,9 +363,11 @@ def other_label_of(found: ReviewRecordings) -> str:  # raises UsageError if ther
     if labels.pop(_label_key(found.leak_label), None) is None:
         return "NOLEAK"  # the folders are no labels
     if len(labels) > 1:
-        found_labels = ", ".join(map(show_path, sorted(labels.values())))
-        message = "the folder has several labels of recordings without a leak: name one as other_label"
-        raise UsageError(message, code="ambiguous-label", found=found_labels)
+        raise UsageError(
+            "the folder has several labels of recordings without a leak: name one as other_label",
+            code="ambiguous-label",
+            found=", ".join(map(show_path, sorted(labels.values()))),
+        )
     return next(iter(labels.values()), "NOLEAK")
 
 
@@ -802,8 +808,11 @@ def write_review(parameters: Mapping[str, object], out: str | None = None) -> Pa
 def lab_command(notebook: Path, browser: bool = True) -> list[str]:
     "Return the command that opens a notebook in JupyterLab, on this machine only, in a browser; raises MissingPackageError."
     if importlib.util.find_spec("jupyterlab") is None:
-        remedy = "install it: pip install 'leakmel[learn,notebook]'"
-        raise MissingPackageError("JupyterLab is not installed", code="missing-package", remedy=remedy)
+        raise MissingPackageError(
+            "JupyterLab is not installed",
+            code="missing-package",
+            remedy="install it: pip install 'leakmel[learn,notebook]'",
+        )
     return [
         *(sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1"),
         f"--ServerApp.root_dir={notebook.parent}",
@@ -819,8 +828,9 @@ def review_parameters(
 ) -> dict[str, object]:
     "Return the parameters of review.ipynb, with absolute paths; raises UsageError."
     if any("," in table for table in tables):
-        message = "names of tables with commas cannot be used"
-        raise UsageError(message, code="wrong-value", found=", ".join(tables))
+        raise UsageError(
+            "names of tables with commas cannot be used", code="wrong-value", found=", ".join(tables)
+        )
     return {
         "data_root": str(user_path(folder)),
         "model": None if model is None else str(user_path(model)),

@@ -44,8 +44,11 @@ class SampleMix:
     def __post_init__(self) -> None:
         shares = [getattr(self, kind) for kind in KINDS]
         if not all(0 <= x <= 1 for x in shares) or abs(sum(shares) - 1) > 1e-6:
-            message = f"the shares of {', '.join(KINDS)} recordings must be from 0 to 1, with the sum 1"
-            raise UsageError(message, code="out-of-range", found=str(self))
+            raise UsageError(
+                f"the shares of {', '.join(KINDS)} recordings must be from 0 to 1, with the sum 1",
+                code="out-of-range",
+                found=str(self),
+            )
 
     def counts(self, n: int) -> dict[str, int]:
         "Compute the number of recordings of each kind, with the sum n."
@@ -162,8 +165,9 @@ def check_suggestions_file(out: str | os.PathLike, folder: Path) -> Path:
         ),
     ):
         if is_refused:
-            message = "suggestions cannot be written to this path"
-            raise OutputError(message, code=code, path=target, remedy=remedy)
+            raise OutputError(
+                "suggestions cannot be written to this path", code=code, path=target, remedy=remedy
+            )
     return target
 
 
@@ -324,8 +328,12 @@ def suggest(
     done = predict(folder, detector, manifest=manifest, device=device, progress=progress)
     if not len(done):
         first = done.rejections[0]
-        found = f"{done.found:,} files; first {show_path(first.path)}: {first.message}"
-        raise DataError("all recordings were rejected", code="all-rejected", path=done.folder, found=found)
+        raise DataError(
+            "all recordings were rejected",
+            code="all-rejected",
+            path=done.folder,
+            found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
+        )
     labelled |= set(match_texts(labelled, map(os.fsdecode, done.scored.paths)).values())
     reasons = _reasons(done.scored, labelled, {row["digest"] for row in read} - {""})
     is_open, is_labelled = reasons == "", np.isin(reasons, _LABELLED)

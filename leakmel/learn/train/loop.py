@@ -506,9 +506,11 @@ def train(
 ) -> TrainResult:  # raises UsageError, DataError, OutputError
     "Train a leak detector; an interrupted training is resumed, step by step as if it had not been interrupted."
     if resume not in RESUME:
-        expected = ", ".join(RESUME)
         raise UsageError(
-            "resume has an unknown value", code="unknown-choice", found=repr(resume), expected=expected
+            "resume has an unknown value",
+            code="unknown-choice",
+            found=repr(resume),
+            expected=", ".join(RESUME),
         )
     settings = settings or TrainSettings()
     show = progress if isinstance(progress, str) else "auto" if progress else "none"

@@ -129,8 +129,12 @@ def open_training(
 ) -> Iterator[TrainingData]:  # raises UsageError, DataError
     "Open the data of a training and check them; they are closed with the block."
     if split is not None and validation is not None:
-        found = "data sets and a split"
-        raise UsageError("validation is given twice", code="given-twice", found=found, expected="one of them")
+        raise UsageError(
+            "validation is given twice",
+            code="given-twice",
+            found="data sets and a split",
+            expected="one of them",
+        )
     with ExitStack() as stack:
         given = source_list(training)
         every = [*given, *([] if validation is None else source_list(validation))]
