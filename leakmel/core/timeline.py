@@ -669,8 +669,12 @@ def is_short_run(timeline: Timeline) -> bool:
 def check_analysis(analysis: str) -> None:
     "Check how much `analysis_text` prints; raises UsageError."
     if analysis not in ANALYSES:
-        what, known = "the parameter analysis has an unknown value", ", ".join(ANALYSES)
-        raise UsageError(what, code="out-of-range", found=repr(analysis), expected=known)
+        raise UsageError(
+            "the parameter analysis has an unknown value",
+            code="out-of-range",
+            found=repr(analysis),
+            expected=", ".join(ANALYSES),
+        )
 
 
 def analysis_text(

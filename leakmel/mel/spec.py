@@ -46,7 +46,8 @@ def mel_to_hz(mel: np.ndarray | float, scale: Literal["htk", "slaney"]) -> np.nd
 def mel_corners_hz(spec: "MelSpec", n_mels: int) -> np.ndarray:
     "Corner frequencies of so many triangular filters, [M + 2] Hz: lower corner, centres, upper corner."
     scale = spec.mel_scale
-    low, high = hz_to_mel(spec.f_min_hz, scale), hz_to_mel(spec.top_hz, scale)
+    low = hz_to_mel(spec.f_min_hz, scale)
+    high = hz_to_mel(spec.top_hz, scale)
     return mel_to_hz(np.linspace(low, high, n_mels + 2), scale)
 
 

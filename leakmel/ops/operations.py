@@ -87,8 +87,12 @@ def make_working_folder(folder: str | os.PathLike) -> WorkingFolder:  # raises O
         )
     target = user_path(folder)
     if os.path.lexists(target) and not target.is_dir():
-        message, remedy = "this is a file, but a folder is needed", "name a new folder"
-        raise OutputError(message, code="not-a-folder", path=target, remedy=remedy)
+        raise OutputError(
+            "this is a file, but a folder is needed",
+            code="not-a-folder",
+            path=target,
+            remedy="name a new folder",
+        )
     names = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
     kept = tuple(name for name in names if os.path.lexists(target / name))
     created = tuple(name for name in names if name not in kept)
@@ -333,7 +337,8 @@ class Review(Operation):
         from leakmel.learn.review.review import lab_command, review_parameters, write_review
 
         self._check()
-        scores, queue = list(self.scores), self.queue or ""
+        scores = list(self.scores)
+        queue = self.queue or ""
         given = review_parameters(self.folder, self.model, scores, queue, self.labels, self.by, self.n)
         lab_command(Path(), self.browser)  # a missing package is an error now
         path = write_review(given, self.out)
@@ -659,10 +664,8 @@ class Cache(Operation):
         count = f"{'' if is_list else 'removed '}{len(files):,} cache file{'s' * (len(files) != 1)}"
         lines = [f"{count}, {size_text(n_bytes)} in {there}"]
         for f in files:
-            used, what = (
-                f.used_utc[:16].replace("T", " "),
-                f.problem or f"{f.recordings:,} recordings of {f.folder}",
-            )
+            used = f.used_utc[:16].replace("T", " ")
+            what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
             lines.append(f"  {used}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}")
         listed = [vars(f) | {"path": show_path(f.path)} for f in files]
         body = {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}

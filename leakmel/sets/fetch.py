@@ -236,8 +236,12 @@ def write_headerless(data: bytes, path: Path, name: str) -> None:
     import soundfile
 
     if not data or len(data) % 4:
-        message, found = "the file does not consist of 32-bit samples", f"{len(data):,} bytes"
-        raise DataError(message, code="set-changed", path=name, found=found)
+        raise DataError(
+            "the file does not consist of 32-bit samples",
+            code="set-changed",
+            path=name,
+            found=f"{len(data):,} bytes",
+        )
     samples = np.frombuffer(data, "<i4")
     bits = 32 if (samples & 0xFFFF).any() else 16
     soundfile.write(path, samples, 8000, subtype=f"PCM_{bits}", format="WAV")
@@ -741,8 +745,9 @@ def fetch(
     (show or print)(offer_text(s, "" if given is None else show_path(given)))
     require_licence(s, yes)
     if given is not None and not given.exists():
-        message, remedy = "the source does not exist", missing_remedy(given)
-        raise DataError(message, code="no-such-source", path=given, remedy=remedy)
+        raise DataError(
+            "the source does not exist", code="no-such-source", path=given, remedy=missing_remedy(given)
+        )
     if given is not None and given.is_dir() and target.resolve().is_relative_to(given.resolve()):
         raise OutputError(
             "the new folder lies inside the source",

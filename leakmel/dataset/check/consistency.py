@@ -362,7 +362,8 @@ _ROUNDING = {"mel_hz": 1e-12}  # of a band centre, relative
 def scale_problems(columns: Columns, spec: MelSpec) -> Iterator[str]:
     "Yield dimension scales of the rows that do not match the settings."
     for name, right in schema.scales(spec).items():
-        found, rounding = columns[name], _ROUNDING.get(name, 0.0)
+        found = columns[name]
+        rounding = _ROUNDING.get(name, 0.0)
         is_alike = (found.dtype, found.shape) == (right.dtype, right.shape)
         if not is_alike or not np.allclose(found[()], right, rounding, 0):
             yield f"{name} does not match the settings of the data set"

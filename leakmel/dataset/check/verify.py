@@ -89,7 +89,8 @@ _SAMPLE_BYTES = 32 << 20  # of sources in memory, as float64
 
 def _structure(f: h5py.File, columns: Columns, attributes: Mapping[str, Any]) -> Iterator[str]:
     "Yield problems of names, shapes, types and counts."
-    n, spec = len(f[schema.ROWS]), schema.stored_spec(f)
+    n = len(f[schema.ROWS])
+    spec = schema.stored_spec(f)
     right: dict[str, Any] = {schema.ROWS: ("float16", (n, *spec.row_shape))}
     if (schema.WAVEFORMS in f) != ("digests/waveforms" in columns):
         yield "the file has waveforms without digests, or digests without waveforms"
@@ -115,8 +116,10 @@ def _structure(f: h5py.File, columns: Columns, attributes: Mapping[str, Any]) ->
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels):
         yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
     else:
-        naming, people = Naming.from_json(attributes["naming_json"]), consistency.labelled_by_people(f)
-        paths, split = columns["files/path"][:], attributes["split"]
+        naming = Naming.from_json(attributes["naming_json"])
+        people = consistency.labelled_by_people(f)
+        paths = columns["files/path"][:]
+        split = attributes["split"]
         yield from consistency.label_mismatches(paths, ids, labels, naming, split, people)
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
@@ -387,13 +390,15 @@ def _check_origin(
         report._note_moved(f"the data folder cannot be used; the data set was not compared: {e}")
         report.labels_compared = False
         return
-    given, needs = sources, schema.WAVEFORMS in f
+    given = sources
+    needs = schema.WAVEFORMS in f
     if sources is None or (sources.folder, sources.spec) != (folder, spec) or sources.keep_samples < needs:
         sources = Sources(folder, spec)
     # a longer path, of a rejected recording, would widen a copy of all paths
     known = [path for path in sources.known if len(path) <= paths.dtype.itemsize]
     preferred = np.searchsorted(paths, np.array(known, paths.dtype)).tolist()
-    ids, level_db = columns[schema.LABELS][:], columns["files/rms_db"][:]
+    ids = columns[schema.LABELS][:]
+    level_db = columns["files/rms_db"][:]
     picked = pick_rows(report.n_rows, sample, ids, level_db, edges, preferred)
     if len(picked):
         report.scope = "against the sources"

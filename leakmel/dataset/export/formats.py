@@ -59,7 +59,8 @@ def open_sources(
     opened: ExitStack,  # closes them
 ) -> list[ExportSource]:  # raises DataError, VerifyError
     "Open what is exported."
-    given, names = Path(path), list(map(data_set_name, SPLITS))
+    given = Path(path)
+    names = list(map(data_set_name, SPLITS))
     found = [given / name for name in names if (given / name).is_file()] if given.is_dir() else [given]
     if not found:
         raise DataError(
@@ -229,7 +230,8 @@ def write_table(
     coded: list[str] | bool = True,  # columns with many equal values
 ) -> None:  # raises VerifyError, OSError
     "Write pages as a Parquet file, one row group each, and compare the file with them."
-    pa, parquet = require_package("pyarrow"), require_package("pyarrow.parquet")
+    pa = require_package("pyarrow")
+    parquet = require_package("pyarrow.parquet")
     n_rows = 0
     with path.open("xb") as f:
         with parquet.ParquetWriter(f, schema, compression="zstd", use_dictionary=coded) as writer:
@@ -303,7 +305,8 @@ GROUPS = ("sensor", "session", "folder")  # columns whose values are groups of r
 def _column_facts(source: ExportSource) -> dict[str, Any]:
     "Return counts over the columns, which are read page by page."
     groups = {name: set[tuple[str, str]]() for name in GROUPS}  # and the label
-    status, sums = Counter[str](), Counter(silent=0, clipped=0)
+    status = Counter[str]()
+    sums = Counter(silent=0, clipped=0)
     times: list[str] = []
     seconds = 0.0
     for page in column_pages(source):
@@ -557,7 +560,8 @@ def _mel_schema(source: ExportSource) -> Any:  # pyarrow.Schema, with the featur
     for field in file_schema(source):
         if field.name not in ("label", "label_id"):
             fields[field.name] = pa.string() if pa.types.is_dictionary(field.type) else field.type
-    words, features = {"float": "float32", "double": "float64"}, dict[str, Any]()
+    words = {"float": "float32", "double": "float64"}
+    features = dict[str, Any]()
     for name, kind in fields.items():
         features[name] = {"dtype": words.get(str(kind), str(kind)), "_type": "Value"}
     features["mel"] = {"shape": shape, "dtype": "float16", "_type": f"Array{len(shape)}D"}
@@ -623,7 +627,8 @@ def _tar_members(source: ExportSource, start: int, stop: int, done: _Done) -> It
     "Yield names and contents of the members of a tar file with some rows."
     for page, mels in _blocks(source, start, stop):
         for mel, row in zip(mels, json_rows(page)):
-            key, npy = f"{source.split}-{row['row']:09d}", io.BytesIO()
+            key = f"{source.split}-{row['row']:09d}"
+            npy = io.BytesIO()
             np.save(npy, mel, allow_pickle=False)
             yield f"{key}.mel.npy", npy.getvalue()
             yield f"{key}.cls", b"%d" % row["label_id"]
@@ -700,7 +705,8 @@ def write_zarr(folder: Path, sources: Sequence[ExportSource], done: _Done) -> No
     """
     zarr = require_package("zarr")
     for source in sources:
-        path, data = str(folder / f"{source.split}.zarr"), source.data
+        path = str(folder / f"{source.split}.zarr")
+        data = source.data
         group = zarr.open_group(path, mode="w-", zarr_format=3, attributes=_attributes(source))
         chunk = min(rows_of_block(source, 4 << 20), max(1, len(source)))
         group.create_array(

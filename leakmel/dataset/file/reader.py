@@ -98,8 +98,13 @@ def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
             remedy="open a file of the earlier system with legacy=True (--legacy); its rows are unverified",
         )
     if not legacy and (found := file.attrs["schema_version"]) != schema.SCHEMA_VERSION:
-        what, right = "the data set has another schema version", schema.SCHEMA_VERSION
-        raise VerifyError(what, code="other-schema", path=path, found=found, expected=right)
+        raise VerifyError(
+            "the data set has another schema version",
+            code="other-schema",
+            path=path,
+            found=found,
+            expected=schema.SCHEMA_VERSION,
+        )
     counts = {} if legacy else {"n_rows": int(file.attrs["n_rows"])}
     for name, n_axes, kinds in ((schema.ROWS, 5, "f"), (schema.LABELS, 1, "iu"), (schema.WAVEFORMS, 4, "f")):
         if name == schema.WAVEFORMS and name not in file:

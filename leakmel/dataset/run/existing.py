@@ -497,7 +497,8 @@ def open_existing(
                 schema.Rejected(path, code.decode(), message.decode()) for path, code, message in lost
             ]
             known = _read_known(f, stamps, with_waveforms)
-            paths, compressed = f["files/path"][:].tolist(), f[schema.ROWS].chunks is not None
+            paths = f["files/path"][:].tolist()
+            compressed = f[schema.ROWS].chunks is not None
     except MachineError:
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way

@@ -255,9 +255,12 @@ def list_recordings(
     if manifest is None:
         return scan(root, split=split, progress=progress)
     if os.path.realpath(root) != os.path.realpath(manifest.root):
-        what, found = "the manifest belongs to another folder", errors.show_path(manifest.root)
         raise errors.UsageError(
-            what, code="other-manifest", path=root, found=found, remedy="give the folder that was scanned"
+            "the manifest belongs to another folder",
+            code="other-manifest",
+            path=root,
+            found=errors.show_path(manifest.root),
+            remedy="give the folder that was scanned",
         )
     return manifest
 
@@ -353,11 +356,12 @@ def check_target(
     from leakmel.dataset.file.schema import open_file
 
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(root)):
-        what, remedy = (
+        raise errors.OutputError(
             "the output file lies inside the data folder",
-            "choose a folder outside the data folder",
+            code="inside-data",
+            path=target,
+            remedy="choose a folder outside the data folder",
         )
-        raise errors.OutputError(what, code="inside-data", path=target, remedy=remedy)
     if os.path.isdir(target):
         raise errors.OutputError(
             "the output path is a folder, but it must be a file",

@@ -109,8 +109,12 @@ class BuildRequest:
         mode, ready = self.mode, self.preloaded
         for value, kind in ((self.config, PipelineConfig), (ready, Preloaded | None)):
             if not isinstance(value, kind):
-                what, right = "pipeline or preloaded has the wrong type", getattr(kind, "__name__", str(kind))
-                raise errors.UsageError(what, code="wrong-type", found=repr(value), expected=right)
+                raise errors.UsageError(
+                    "pipeline or preloaded has the wrong type",
+                    code="wrong-type",
+                    found=repr(value),
+                    expected=getattr(kind, "__name__", str(kind)),
+                )
         if mode not in MODES:
             raise errors.UsageError(
                 "the mode is unknown", code="unknown-mode", found=repr(mode), expected=" or ".join(MODES)
@@ -206,7 +210,8 @@ class Job:
         self.named: dict[str, np.ndarray] | None = None  # `name_columns` of all candidates
         self.folders = np.zeros(0, np.int64)  # `folder_inodes` of all candidates, before they are read
         # expected rows for verification
-        folder, keep = os.fsencode(absolute_folder(listing.folder)), file.waveform_shape is not None
+        folder = os.fsencode(absolute_folder(listing.folder))
+        keep = file.waveform_shape is not None
         self.sources: Sources | None = Sources(folder, spec, keep_samples=keep, copies=self.copies)
         self.checked = (0, 0)  # rows checked, and rows to check
         self.columns: Columns | None = None  # of the published data set: what problems are found from
@@ -304,7 +309,9 @@ _FACT_COLUMNS = ("sample_rate", "n_samples", "channels", "digest", *(FIGURES.nam
 # %% ../../../nbs/dataset/run/job.ipynb #b493b564
 def _name_columns(job: Job, keep: np.ndarray, paths: list[bytes]) -> dict[str, np.ndarray]:
     "Return the parsed names of the rows; each column is as wide as its longest text."
-    listing, named, job.named = job.listing, job.named, None
+    listing = job.listing
+    named = job.named
+    job.named = None
     if named is not None:
         return named if len(keep) == len(listing) else schema.rows_of_names(named, keep)
     if listing.parts is not None or listing.naming.source != "folders":
@@ -334,7 +341,8 @@ def job_metadata(
     columns["status"] = loader.words_of(rows(job.facts["status"]), loader.STATUSES)
     columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
     columns["silent"] = columns["silent"].astype(np.uint8)
-    names, engine = run.manifest.label_names, run.engine.identity
+    names = run.manifest.label_names
+    engine = run.engine.identity
     attributes = schema.root_attributes(
         job.spec, engine, run.fingerprint, names, listing.split, len(keep), listing.naming
     )

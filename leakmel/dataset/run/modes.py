@@ -182,7 +182,8 @@ class CachedReader:
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's rows; return the bytes of their files."
-        listing, mine = self.plain.listing, slice(slot.first, slot.first + slot.n)
+        listing = self.plain.listing
+        mine = slice(slot.first, slot.first + slot.n)
         samples, rows, wide = slot.samples[: slot.n], self.cache.rows[mine], dict[int, np.ndarray]()
         facts, labelled = rows["facts"], listing.label_ids[mine] >= 0
         cached = facts["good"] & labelled
@@ -219,7 +220,8 @@ class CachedReader:
 
     def _warn(self, what: str) -> None:
         "Log once that recordings are read from their files."
-        until, path = "", self.cache.path
+        until = ""
+        path = self.cache.path
         if path is not None:
             command = f"leakmel machine cache clear --cache-dir {quote(show_path(path.parent))}"
             until = f", until {command} removes {show_path(path.name)}"
@@ -313,7 +315,9 @@ def open_cache(
     reader: BatchReader, config: PipelineConfig, timeline: Timeline, progress: str
 ) -> tuple[SampleCache, bool]:  # the file is open; whether it was made now
     "Open the cache file of a listing, or create it. Raises OutputError, SpaceError, and errors of `load`."
-    listing, key, n_samples = reader.listing, cache_key(reader.listing, reader.spec), reader.spec.n_samples
+    listing = reader.listing
+    key = cache_key(reader.listing, reader.spec)
+    n_samples = reader.spec.n_samples
     path = cache_path(cache_folder(config.cache_dir), listing.split, key)
     partial = path.with_name(f".{path.name}.partial")
     n_bytes = len(listing) * (2 * n_samples + 200)
@@ -557,7 +561,8 @@ def _load_listing(
         cache = SampleCache(cache_key(listing, spec), n, spec.n_samples, most_bytes=most_bytes)
         ready.held[listing.split] = cache  # which is closed with the others after an error
         load(reader, cache, config, timeline, progress)
-        is_new, what = True, "preload: read into memory"
+        is_new = True
+        what = "preload: read into memory"
     else:
         cache, is_new = open_cache(reader, config, timeline, progress)
         ready.held[listing.split] = cache
@@ -590,7 +595,8 @@ def prepare(
             path=folder,
             remedy="choose another cache_dir",
         )
-    lines, began_s = list[str](), timeline.now_s()
+    lines = list[str]()
+    began_s = timeline.now_s()
     while True:
         lines.append(str(choice))
         if choice.asked in ("auto", choice.used):

@@ -67,8 +67,12 @@ def parse_part(
         number, n_parts = map(int, part.split("/") if isinstance(part, str) else part)
         if 1 <= number <= n_parts < _MAX_PARTS:
             return number, n_parts
-    what, right = "the number of the part is not valid", "I/N with I from 1 to N, for example 3/16"
-    raise errors.UsageError(what, code="invalid-part", found=repr(part), expected=right)
+    raise errors.UsageError(
+        "the number of the part is not valid",
+        code="invalid-part",
+        found=repr(part),
+        expected="I/N with I from 1 to N, for example 3/16",
+    )
 
 
 def finished_parts(folder: Path, n_parts: int) -> dict[int, Path]:

@@ -118,7 +118,8 @@ def _read_columns(job: Job, label_names: tuple[str, ...]) -> None:
     target = job.file.target
     with write_errors(target), open_file(target, examine=False) as f:
         facts = {x.name: read_column(f[f"files/{x.name}"]) for x in fields(problems.Columns)[4:]}
-        label_ids, job.gains = f[LABELS][:].astype(np.int64), f["files/gain"][:]
+        label_ids = f[LABELS][:].astype(np.int64)
+        job.gains = f["files/gain"][:]
     facts["silent"] = facts["silent"].astype(bool)
     job.columns = problems.Columns(
         (job.listing.place,), label_names, np.zeros_like(label_ids), label_ids, **facts
@@ -257,7 +258,8 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
         return report
     found = "; ".join(report.problems[:3])
     if len(report.moved) == len(report.problems):
-        what, remedy = "recordings were changed or removed", "build again; with --fresh if this happens again"
+        what = "recordings were changed or removed"
+        remedy = "build again; with --fresh if this happens again"
         if job.n_parts:
             command = f"leakmel build --join {quote(show_path(job.file.target))}"
             remedy = f"{command} reads them again, and keeps the other rows"

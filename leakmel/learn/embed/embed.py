@@ -591,10 +591,8 @@ def similar(
     given |= {"length": length or found.length or "spec", "progress": "none"}
     embedder = open_embedder(detector, found.spec)
     if embedder.identity != found.identity:
-        text, remedy = (
-            "the embeddings were computed with another model or other features",
-            "compute them again",
-        )
+        text = "the embeddings were computed with another model or other features"
+        remedy = "compute them again"
         given = {"found": found.kind, "expected": embedder.name, "remedy": remedy}
         raise DataError(text, code="other-embeddings", path=found.sources[0], **given)
     own = embed_recordings(listed(path.parent, [os.fsencode(path.name)]), embedder, **given)

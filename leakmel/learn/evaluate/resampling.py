@@ -597,7 +597,8 @@ def generalisation(
             for row, result in zip(rows, tested.values())
         ]
         models = [*(result.models for result in tested.values()), *[{}] * (len(rows) - len(tested))]
-        truth, seed = run.data.training.is_leak, run.settings.seed
+        truth = run.data.training.is_leak
+        seed = run.settings.seed
         return Generalisation(
             table=pd.DataFrame(map(_table_row, rows, models)),
             groupings=rows,

@@ -522,7 +522,9 @@ def permutation_test(
         return PermutationTest(
             0, 0, 0, np.nan, (np.nan, np.nan), Interval(np.nan, np.nan, "one class only"), 0
         )
-    own, areas, intervals = metrics.leak_metrics(truth, score)["auc"], [], []
+    own = metrics.leak_metrics(truth, score)["auc"]
+    areas = []
+    intervals = []
     boot = Bootstrap(truth, groups, n_draws=400, seed=seed)
     n_permutations = max(
         min(n_permutations, 20), min(n_permutations, int(_MAX_WORK // (len(boot.times) * len(truth))))
@@ -582,11 +584,14 @@ def describe_gain(
     """
     i = gain.interval
     what = f"recordings of the same {word}s" if curve == "recordings" else f"{word}s"
-    finding, answer = "unknown", f"Whether more {what} would help cannot be told"
+    finding = "unknown"
+    answer = f"Whether more {what} would help cannot be told"
     if i.known and i.low > 0 and i.high > NEGLIGIBLE:
-        finding, answer = "helps", f"More {what} would probably help"
+        finding = "helps"
+        answer = f"More {what} would probably help"
     elif i.known and max(abs(i.low), abs(i.high)) <= NEGLIGIBLE:
-        finding, answer = "hardly", f"More {what} would hardly help"
+        finding = "hardly"
+        answer = f"More {what} would hardly help"
     ends = i.in_brackets(name="95 % interval ") or f" ({i.note})"
     text = f"{answer}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all."
     return gain.summary | {"share": share, "finding": finding, "text": text}

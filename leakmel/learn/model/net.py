@@ -56,7 +56,8 @@ class NetSettings:
     def kernels(self) -> list[tuple[int, int]]:
         "Return bands and columns that a weight of each layer sees."
         found = []
-        bands, width = self.n_mels, self.width
+        bands = self.n_mels
+        width = self.width
         for _ in self.channels:
             found.append((min(3, 2 * bands - 1), min(3, width)))
             bands = max(1, bands // 2)

@@ -354,8 +354,12 @@ def export_history(
         )
     require_package("pyarrow")
     if not is_state_folder(state):
-        message, remedy = "there is no history of nightly runs", "give the state folder of leakmel nightly"
-        raise DataError(message, code="no-such-file", path=state, remedy=missing_remedy(state, remedy))
+        raise DataError(
+            "there is no history of nightly runs",
+            code="no-such-file",
+            path=state,
+            remedy=missing_remedy(state, "give the state folder of leakmel nightly"),
+        )
     target, began = output_path(out), time.perf_counter()
     given = Path(state)
     with History(given.parent if given.name == HISTORY_FILE else given) as history:

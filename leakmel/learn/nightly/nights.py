@@ -480,8 +480,12 @@ def stored_reference(history: History) -> Reference | None:
             raise ValueError("quantiles")
         return Reference(show_path(values["source"]), int(values["n"]), ranges)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
-        message, found = "the stored reference is damaged", type(e).__name__
-        raise DataError(message, code="invalid-history", path=history.path, found=found) from e
+        raise DataError(
+            "the stored reference is damaged",
+            code="invalid-history",
+            path=history.path,
+            found=type(e).__name__,
+        ) from e
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #455a7c81
 def reference_of_data_set(path: str | os.PathLike, detector: Detector) -> Reference:

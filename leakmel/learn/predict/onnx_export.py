@@ -217,7 +217,8 @@ def _finished(model: "onnx.ModelProto") -> "onnx.ModelProto":
     for part in parts:
         part.ClearField("metadata_props")
         part.ClearField("doc_string")
-    model.producer_name, model.producer_version = "leakmel", __version__
+    model.producer_name = "leakmel"
+    model.producer_version = __version__
     onnx.checker.check_model(model)
     return model
 

@@ -243,7 +243,8 @@ class RecordingReaders:
                 for first in range(0, len(files), files_per_batch)
             ]
         )
-        copies, queues = self.copies, (self.free, self.filled)
+        copies = self.copies
+        queues = (self.free, self.filled)
 
         def wake(n_threads: int) -> None:  # without `self`: a circle would keep the blocks until gc.collect()
             copies.close()

@@ -82,8 +82,12 @@ def open_parts(champion: Detector, given: Mapping[str, Part | None]) -> Iterator
             check_features(champion, found)
             note = too_short(found)
             if not len(found.rows):
-                message, path = f"{name}: there are no recordings", found.sources[0].path
-                raise DataError(message, code="no-recordings", path=path, found=note or None)
+                raise DataError(
+                    f"{name}: there are no recordings",
+                    code="no-recordings",
+                    path=found.sources[0].path,
+                    found=note or None,
+                )
             if note:
                 warnings.warn(f"{name}: {note}", TooShortWarning, stacklevel=4)
         yield parts
@@ -116,8 +120,13 @@ def read_human_labels(table: LabelTable, recordings: Segments, task: Task) -> np
         try:
             classes[i] = task.to_model[segments.find_label(found.labels[i], task.class_names)]
         except UsageError as e:
-            message, label = f"the label of {show_path(paths[i])} is unknown", repr(found.labels[i])
-            raise DataError(message, code="unknown-label", path=file, found=label, expected=e.expected) from e
+            raise DataError(
+                f"the label of {show_path(paths[i])} is unknown",
+                code="unknown-label",
+                path=file,
+                found=repr(found.labels[i]),
+                expected=e.expected,
+            ) from e
     return classes
 
 
@@ -141,12 +150,11 @@ def labels_by_content(recordings: Segments, labels: np.ndarray) -> dict[str, int
     content = content_digests(recordings)
     for i in np.flatnonzero(labels != UNLABELLED).tolist():
         if content[i] and found.setdefault(content[i], int(labels[i])) != labels[i]:
-            path, name = recordings.sources[0].path, show_path(recording_paths(recordings)[i])
             raise DataError(
                 "the table gives different labels to recordings with the same samples",
                 code="labels-contradict",
-                path=path,
-                found=name,
+                path=recordings.sources[0].path,
+                found=show_path(recording_paths(recordings)[i]),
             )
     return found
 
@@ -415,7 +423,8 @@ def compare_models(
 # %% ../../../nbs/learn/retrain/rounds.ipynb #238bb84c
 def decide(testing: Comparison, figure: str = "auc") -> tuple[bool, str]:
     "Decide by a figure whether the challenger replaces the champion, and why, in a sentence."
-    name, d = significance.figure_title(figure), testing.differences[figure]
+    name = significance.figure_title(figure)
+    d = testing.differences[figure]
     reasons = {
         f"{name} is undefined on testing": not np.isfinite(d.value),
         f"{name} {d.value:+.3f}, but there is no interval ({d.interval.note})": not d.interval.known,
@@ -465,7 +474,9 @@ def items_record(
     parts: Mapping[str, Segments], task: Task, selection: Selection, replayed: np.ndarray
 ) -> dict[str, Any]:
     "Return the training items, of which [n, L] are classes of replayed segments, and their recordings as plain values."
-    new, by_human, is_replayed = parts["new recordings"], selection.by_human, replayed != LEFT_OUT
+    new = parts["new recordings"]
+    by_human = selection.by_human
+    is_replayed = replayed != LEFT_OUT
     people = selection.table(task).assign(content=content_digests(new))[by_human]  # "": not known
     paths = [os.path.abspath(s.path) for s in new.sources]
     of_class = {name: selection.classes == k for k, name in enumerate(task.model_names)}
@@ -551,7 +562,8 @@ class Round(RowTable):
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
         r, duel = self.record, self.duels["testing"]
-        figure, again = r["rules"]["metric"], r["replay"]
+        figure = r["rules"]["metric"]
+        again = r["replay"]
         new = [
             f"{show_path(k)} {c['recordings']:,} recordings, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
             for k, c in r["kept"].items()
@@ -686,15 +698,21 @@ def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.
     first = load_detector(files.model_file(given)) if isinstance(given, (str, os.PathLike)) else given
     if lineage is None:
         if first is None:
-            message, remedy = "the folder has no champion yet", "name the first one (champion=, --champion)"
-            raise UsageError(message, code="champion-missing", path=folder, remedy=remedy)
+            raise UsageError(
+                "the folder has no champion yet",
+                code="champion-missing",
+                path=folder,
+                remedy="name the first one (champion=, --champion)",
+            )
         return first
     if first is not None and weights_digest(first) not in [c.weights for c in lineage.champions]:
-        message, remedy = (
+        raise UsageError(
             "the given detector is not the champion of this folder",
-            "leave it out, or name another folder",
+            code="another-champion",
+            path=folder,
+            found=repr(lineage),
+            remedy="leave it out, or name another folder",
         )
-        raise UsageError(message, code="another-champion", path=folder, found=repr(lineage), remedy=remedy)
     return load_detector(files.champion_file(folder))
 
 
@@ -710,8 +728,12 @@ def _check_test_set(folder: Path, lineage: Lineage | None, parts: Mapping[str, S
             )
     digest = digest_of(part_digest(parts["testing"]).encode())
     if lineage is not None and lineage.testing != digest:
-        message, remedy = "the champion was evaluated on other test recordings", "use them, or another folder"
-        raise UsageError(message, code="another-test-set", path=folder, remedy=remedy)
+        raise UsageError(
+            "the champion was evaluated on other test recordings",
+            code="another-test-set",
+            path=folder,
+            remedy="use them, or another folder",
+        )
     return digest
 
 
@@ -758,7 +780,9 @@ def retrain(
         with open_parts(holder, given) as parts:
             digest = _check_test_set(folder, lineage, parts)
             own = round_settings(holder, settings)
-            new, test, chosen_by = parts["new recordings"], parts["testing"], parts.get("validation")
+            new = parts["new recordings"]
+            test = parts["testing"]
+            chosen_by = parts.get("validation")
             groups = significance.recording_groups(recordings_of(test), group)
             earlier = earlier_labels(folder, champions, holder.task)
             learned = {name: ds for name, ds in parts.items() if name != "testing"}

@@ -152,7 +152,8 @@ def _scored(folder: Path, detector: Detector, **given: Any) -> tuple[list[dict[s
     for part in detector.members if len(detector.members) > 1 else ():
         for s in predict(folder, replace(detector, classifier=part), **given).scored:
             by_path.setdefault(s.path, {})[part.kind] = done.rule.score(s.segment_scores)
-    rule, segment_s = done.rule, done.spec.long_hop / done.spec.sample_rate
+    rule = done.rule
+    segment_s = done.spec.long_hop / done.spec.sample_rate
     rows = []
     for s in done.scored:
         scores = {"score": rule.score(s.segment_scores), "segment_scores": tuple(s.segment_scores.tolist())}
@@ -650,7 +651,8 @@ class ReviewApp:
         import ipywidgets as w
 
         s = self.session
-        leak, other = show_path(s.found.leak_label)[:20], show_path(s.other_label)[:20]
+        leak = show_path(s.found.leak_label)[:20]
+        other = show_path(s.other_label)[:20]
         names = {
             "l": (leak, "danger"),
             "n": (other, "success"),

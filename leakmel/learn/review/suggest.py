@@ -68,8 +68,12 @@ def sample_mix(text: str) -> SampleMix:
         shares = {name.strip(): float(share) for name, share in words.items()}
         return SampleMix(**dict.fromkeys(KINDS, 0.0) | shares)
     except (TypeError, ValueError) as e:
-        message, expected = "the mix of recordings is not understood", "uncertain=0.4,diverse=0.4,random=0.2"
-        raise UsageError(message, code="unknown-value", found=repr(text), expected=expected) from e
+        raise UsageError(
+            "the mix of recordings is not understood",
+            code="unknown-value",
+            found=repr(text),
+            expected="uncertain=0.4,diverse=0.4,random=0.2",
+        ) from e
 
 # %% ../../../nbs/learn/review/suggest.ipynb #sa000008
 MAX_GROUPS = 256  # of k-means

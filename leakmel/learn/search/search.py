@@ -409,7 +409,8 @@ class SearchResult(RowTable):
             line=dict(color=state.LOSS_COLOR, width=2, shape="hv"),
             hoverinfo="skip",
         )
-        best, n = self.best, f"{len(self.trials):,}"
+        best = self.best
+        n = f"{len(self.trials):,}"
         gain = f"F1 {self.base.f1:.3f} with the initial settings, {best.f1:.3f} in trial {best.number} of {n}"
         figure = styled_figure(
             [points, best_line],

@@ -69,7 +69,8 @@ class TrainingRun:
             self.folder.mkdir(parents=True, exist_ok=True)
             states.detector_of(state, best=True).save(self.folder / "best.pt", sync=self.keep.fsync)
             self.kept_best = state.best.epoch
-        values, kept = states.to_checkpoint(state, self.seconds), self.keep.keep_checkpoints
+        values = states.to_checkpoint(state, self.seconds)
+        kept = self.keep.keep_checkpoints
         files.save_checkpoint(self.folder, values, state.stepper.n_done, keep=kept, sync=self.keep.fsync)
         if state.epochs:
             states.write_history(self.out / "history.csv", state.epochs)

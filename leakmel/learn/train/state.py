@@ -602,7 +602,9 @@ def _machine_use(samples: list[dict[str, Any]]) -> dict[str, Any]:
     "Memory and GPU use of an epoch; only the last sample is kept, for the next epoch."
     seen = samples.copy()  # another thread appends to it
     del samples[: len(seen) - 1]
-    rss, gpu, vram = "rss_bytes", "gpu_percent", "vram_bytes"
+    rss = "rss_bytes"
+    gpu = "gpu_percent"
+    vram = "vram_bytes"
     found = {f"mean_{name}": mean(seen, name) for name in (rss, gpu)}
     found |= {f"peak_{name}": peak(seen, name) for name in (rss, vram)}
     return {name: math.nan if value is None else float(value) for name, value in found.items()}
