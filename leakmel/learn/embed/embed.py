@@ -22,8 +22,15 @@ from leakmel.audio.conform import native
 from leakmel.audio.listing import make_listing
 from leakmel.audio.naming import Naming
 from leakmel.audio.wav import digest_of, read_wav
-from leakmel.core.errors import DataError, LeakmelError, OutputError, RecordingError, UsageError
-from leakmel.core.errors import missing_remedy, show_path
+from leakmel.core.errors import (
+    DataError,
+    LeakmelError,
+    OutputError,
+    RecordingError,
+    UsageError,
+    missing_remedy,
+    show_path,
+)
 from leakmel.core.files import read_own, sealed, write_whole
 from leakmel.core.progress import Progress
 from leakmel.core.store import is_url, output_path

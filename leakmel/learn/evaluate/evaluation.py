@@ -28,19 +28,24 @@ from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress, wrap_text
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE
-from leakmel.learn.data.splits import LEAKY_SPLIT, Group, recordings_of, shared_values
+from leakmel.learn.data.splits import (
+    LEAKY_SPLIT,
+    Group,
+    LeakySplitWarning,
+    Split,
+    existing_split,
+    recordings_of,
+    shared_values,
+)
 from leakmel.learn.data.segments import Segments, Task, close_opened, open_sources, source_list
-from leakmel.learn.data.splits import LeakySplitWarning, Split, existing_split
 from leakmel.learn.evaluate import plots
-from leakmel.learn.metrics import significance as stats
-from leakmel.learn.metrics import metrics
+from leakmel.learn.metrics import metrics, significance as stats
 from leakmel.learn.metrics.metrics import FIGURES, reliability
 from leakmel.learn.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines, judge
-from leakmel.learn.model.card import TEST_SET, evaluation_record
+from leakmel.learn.model.card import TEST_SET, Overlap, evaluation_record, find_overlap
 from leakmel.learn.model.cards import update_card
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.files import CHAMPION_FILE, model_file, pick_device, require_result
-from leakmel.learn.model.card import Overlap, find_overlap
 from leakmel.learn.train.state import Sources, row_digests, too_short, trailing_silence
 from leakmel.mel.spec import MelSpec
 

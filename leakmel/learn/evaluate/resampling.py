@@ -28,9 +28,16 @@ from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress
 from leakmel.core.operation import RowTable, user_path, write_summary
 from leakmel.insight.plots import plain_text
-from leakmel.learn.data.splits import Group, group_name, group_values, recordings_of
+from leakmel.learn.data.splits import (
+    Group,
+    can_be_left_out,
+    group_name,
+    group_values,
+    label_counts,
+    recordings_of,
+    recordings_table,
+)
 from leakmel.learn.data.segments import Task
-from leakmel.learn.data.splits import can_be_left_out, label_counts, recordings_table
 from leakmel.learn.evaluate.plots import auc_figure, reliability_figure, roc_figure
 from leakmel.learn.metrics import significance as stats
 from leakmel.learn.metrics.metrics import HeldOutScores, cross_calibrated, leak_metrics, reliability

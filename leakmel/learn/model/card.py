@@ -16,9 +16,8 @@ import numpy as np
 
 from leakmel.core.errors import show_path
 from leakmel.core.parameters import check_types, field_kinds
-from leakmel.learn.data.splits import LEAKY_SPLIT
+from leakmel.learn.data.splits import LEAKY_SPLIT, recordings_table
 from leakmel.learn.data.segments import Segments
-from leakmel.learn.data.splits import recordings_table
 from leakmel.learn.metrics.metrics import HeldOutScores
 from leakmel.learn.metrics.significance import Groups, ScoredModel, Verdict, plain
 

@@ -25,8 +25,14 @@ from leakmel.mel.torch_engine import full_float32_precision
 from leakmel.learn.data.segments import Segments, Task, open_loader
 from leakmel.learn.metrics.metrics import UNCHOSEN, VOTES, HeldOutScores, vote_scores
 from leakmel.learn.model.card import EvaluationRecord, Provenance, held_out_from_plain, record_from_plain
-from leakmel.learn.model.files import AdaptiveBatches, champion_file, load_plain, memory_guard, plain_bytes
-from leakmel.learn.model.files import require_kind
+from leakmel.learn.model.files import (
+    AdaptiveBatches,
+    champion_file,
+    load_plain,
+    memory_guard,
+    plain_bytes,
+    require_kind,
+)
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.model.spectral import SpectralClassifier, SpectralSettings
 

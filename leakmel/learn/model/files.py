@@ -16,8 +16,15 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 
 from leakmel.audio.wav import digest_of
-from leakmel.core.errors import DataError, LeakmelError, MachineError, OutputError, UsageError
-from leakmel.core.errors import missing_remedy, show_path
+from leakmel.core.errors import (
+    DataError,
+    LeakmelError,
+    MachineError,
+    OutputError,
+    UsageError,
+    missing_remedy,
+    show_path,
+)
 from leakmel.core.files import read_own_json, sealed, sealed_json, unsealed, write_errors, write_whole
 from leakmel.mel.engines import DEVICES
 

@@ -29,10 +29,9 @@ from leakmel.core.store import absolute_folder, output_path
 from leakmel.dataset.file.schema import Rejected
 from leakmel.learn.data.segments import LENGTHS, covered_samples
 from leakmel.learn.metrics.metrics import VOTES, Calibration, alarm_threshold, fit_calibration, vote_scores
-from leakmel.learn.model.card import EvaluationRecord, evaluation_result, evaluation_text
+from leakmel.learn.model.card import EvaluationRecord, Provenance, evaluation_result, evaluation_text
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.learn.model.files import model_file, pick_device, require_kind
-from leakmel.learn.model.card import Provenance
 from leakmel.dataset.export.formats import path_columns, require_package, write_table
 from leakmel.learn.predict import scoring as scorers
 from leakmel.learn.predict.scoring import ParsedNames, RecordingList, block_sizes, find_recordings

@@ -27,8 +27,14 @@ from leakmel.core.progress import Progress, announce
 from leakmel.core.operation import RowTable, user_path
 from leakmel.learn.data import segments
 from leakmel.learn.data.segments import LEFT_OUT, DataSource, Segments, Task
-from leakmel.learn.data.splits import LEAKY_SPLIT, Group, find_shared, recordings_of
-from leakmel.learn.data.splits import LeakySplitWarning, recordings_table
+from leakmel.learn.data.splits import (
+    LEAKY_SPLIT,
+    Group,
+    LeakySplitWarning,
+    find_shared,
+    recordings_of,
+    recordings_table,
+)
 from leakmel.learn.metrics import metrics, significance
 from leakmel.learn.model import card, cards, files, spectral
 from leakmel.learn.model.detector import Detector, check_features, class_scores, load_detector, score_rows

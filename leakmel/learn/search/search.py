@@ -21,8 +21,15 @@ import plotly.graph_objects as go
 
 from leakmel.audio.wav import digest_of
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from leakmel.core.errors import DataError, MachineError, OutputError, UsageError, explain, install_command
-from leakmel.core.errors import show_path
+from leakmel.core.errors import (
+    DataError,
+    MachineError,
+    OutputError,
+    UsageError,
+    explain,
+    install_command,
+    show_path,
+)
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.parameters import answer_unknown, field_kinds
 from leakmel.core.progress import Progress, announce

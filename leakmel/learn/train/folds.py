@@ -29,9 +29,8 @@ from leakmel.core.files import read_own, sealed, write_whole
 from leakmel.core.monitor import free_memory, usable_cores
 from leakmel.core.progress import Progress
 from leakmel.core.threads import safe_module_path
-from leakmel.learn.data.splits import Group, divide_groups, join_groups, recordings_of
+from leakmel.learn.data.splits import Group, divide_groups, join_groups, label_counts, recordings_of
 from leakmel.learn.data.segments import Segments
-from leakmel.learn.data.splits import label_counts
 from leakmel.learn.metrics import significance as stats
 from leakmel.learn.metrics.metrics import HeldOutScores, choose_rule, leak_metrics, logit, vote_scores
 from leakmel.learn.model import spectral
@@ -39,8 +38,7 @@ from leakmel.learn.model.spectral import BASELINE_TITLES, baseline_features, fol
 from leakmel.learn.model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
 from leakmel.learn.model.detector import BlendClassifier, BlendSettings, Detector, platt, score_rows
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings, with_length
-from leakmel.learn.train.state import TrainingData
-from leakmel.learn.train.state import TrainingState, detector_facts, detector_of
+from leakmel.learn.train.state import TrainingData, TrainingState, detector_facts, detector_of
 
 if TYPE_CHECKING:
     import pandas as pd
