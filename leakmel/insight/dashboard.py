@@ -458,7 +458,10 @@ def build_report(results: Sequence[BuildResult], path: Path) -> Path:
         Section("Rejected recordings", [rejected_card(results)]),
         Section("Problems of the recordings", [*notes, levels]),
         Section("Run time", [analysis_text(timeline, [r.summary for r in results])]),
-        Section("Stages", [plots.batch_timeline(timeline), plots.utilization(timeline)]),
+        Section(
+            "Stages",
+            [plots.exclusive_bar(timeline), plots.batch_timeline(timeline), plots.utilization(timeline)],
+        ),
         Section("Example spectrograms", ["\n".join(typical), mel_pictures(results[0].path)]),
     ]
     where = show_path(results[0].path.parent)

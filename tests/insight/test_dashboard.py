@@ -28,7 +28,7 @@ from leakmel.insight.dashboard import (
     spectra_figure,
     stage_reports,
 )
-from leakmel.insight.plots import batch_timeline, utilization
+from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
 from leakmel.insight.dashboard import (
     runs_table,
     differing_settings,
@@ -211,7 +211,8 @@ def test_hostile_text_is_escaped(copied):
     (copied / T).write_text(json.dumps(times))
     run = read_run(copied)
     card = run_card(run)
-    figures = [draw(t) for t in run.distinct_timelines for draw in (batch_timeline, utilization)]
+    draws = (exclusive_bar, batch_timeline, utilization)
+    figures = [draw(t) for t in run.distinct_timelines for draw in draws]
     assert "<img" in repr(card), "text is shown as it is"
     assert "<img" not in card._repr_html_() + "".join(f.to_json() for f in figures)
 
@@ -392,7 +393,7 @@ def test_the_notebook_shows_all_of_a_run(executed, runs):
     assert executed.status == 0, executed.log
     assert executed.errors == []
     titles = titles_of(executed)
-    assert len(titles) == 5
+    assert len(titles) == 7
     assert "all data sets verified" in executed.text
     assert str(runs / "b") in executed.text
     assert "files_per_batch: 4, 3, 2" in executed.text

@@ -10,7 +10,7 @@ from leakmel.core.errors import DataError
 from leakmel.core.timeline import STAGES, Gauge, Span, Timeline, covered_s, merge_lanes, pieces_by_lane
 from leakmel.core.timeline import analyse, attribute, interval_s, queue_stats, stage_table
 from leakmel.insight.plots import MAX_POINTS, STAGE_COLORS, frame_starts_s, mels_by_label
-from leakmel.insight.plots import batch_timeline, utilization
+from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
 
 pytestmark = pytest.mark.quick
 
@@ -222,8 +222,20 @@ def check_look(fig, limit: int = 300_000) -> None:
         assert trace.z is not None if trace.type == "heatmap" else len(trace.x) < 2000
 
 
-def test_batch_timeline_has_a_bar_per_span():
-    fig = batch_timeline(small_run())
+def test_figures_of_a_run_hold_its_shares_and_a_bar_per_span():
+    timeline = small_run()
+    fig = exclusive_bar(timeline)
+    check_look(fig)
+    assert list(fig.data[0].y) == ["all splits", "A", "B"]
+    for row, split in enumerate([None, "A", "B"]):
+        for stage, seconds in attribute(timeline, split).items():
+            if seconds:
+                assert values(fig, stage.replace("_", " ").capitalize())[row] == pytest.approx(seconds)
+    assert {trace.marker.color for trace in fig.data} <= set(STAGE_COLORS.values())
+    one = exclusive_bar(timeline_of(Span("compute", "e", 0, 3, "A"), Span("read", "r", 3, 4, "A")))
+    assert one.layout.title.text == "Compute takes 75 % of 4.00 s"
+    assert list(values(one, "Compute")) == [3]
+    fig = batch_timeline(timeline)
     check_look(fig)
     assert {trace.marker.color for trace in fig.data} <= set(STAGE_COLORS.values())
     assert list(values(fig, "Compute")) == [4, 2]

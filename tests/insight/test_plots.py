@@ -8,9 +8,15 @@ import numpy as np
 from each import each
 
 from leakmel.core.timeline import Gauge, Span, Timeline
-from leakmel.insight.plots import MOST_LABELS, level_by_label, mels_by_label, spectrum_by_label
+from leakmel.insight.plots import (
+    MOST_LABELS,
+    classes_by_split,
+    level_by_label,
+    mels_by_label,
+    spectrum_by_label,
+)
 from leakmel.insight.dashboard import runs_table
-from leakmel.insight.plots import batch_timeline, utilization
+from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
 
 MANY = 100_000
 LAYOUT_COLOURS = ("white", "black", "#fff", "#000")
@@ -21,6 +27,7 @@ def made(n: int, n_labels: int, seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     labels = [f"L{i}" for i in np.arange(n) % n_labels]
     return {
+        "splits": [("TRAINING", "TESTING")[int(i > 0.8 * n)] for i in range(n)],
         "labels": labels,
         "level": rng.normal(-30, 5, n),
         "spectra": rng.normal(-30, 5, (min(n, 600), 64)),
@@ -32,6 +39,7 @@ def pictures_of(c: dict[str, Any]) -> dict[str, Any]:
     "Every figure of the data."
     k = min(len(c["labels"]), 2)
     return {
+        "classes_by_split": classes_by_split(c["splits"], c["labels"]),
         "level_by_label": level_by_label(c["level"], c["labels"]),
         "spectrum_by_label": spectrum_by_label(c["spectra"], c["labels"][: len(c["spectra"])], c["hz"]),
         "mels_by_label": mels_by_label(
@@ -64,7 +72,7 @@ def made_run(n: int, batch: int = 32) -> Timeline:
     return run
 
 
-RUN_FIGURES: list[Callable[[Timeline], Any]] = [batch_timeline, utilization]
+RUN_FIGURES: list[Callable[[Timeline], Any]] = [exclusive_bar, batch_timeline, utilization]
 
 
 def values(trace: Any, axis: str) -> np.ndarray:
@@ -96,7 +104,7 @@ def test_empty_run_gives_a_figure_with_a_title(figure):
     assert not figure(Timeline()).data
 
 
-@each("figure", [f(Timeline()) for f in RUN_FIGURES])
+@each("figure", [f(Timeline()) for f in RUN_FIGURES] + [classes_by_split([], [])])
 def test_a_title_alone_has_no_axes(figure):
     assert figure.layout.xaxis.visible is False
     assert figure.layout.yaxis.visible is False
@@ -141,6 +149,7 @@ def test_figures_fit_light_and_dark_and_their_axes_have_units(figure):
 def test_names_are_escaped_in_html():
     names = ["<b>x</b>", "a\udcffb", "line\nbreak"]
     for figure in (
+        classes_by_split(names, names),
         level_by_label([-20, -30, -40], names),
         spectrum_by_label(np.zeros((3, 2)), names, [1, 2]),
     ):
@@ -152,7 +161,15 @@ def test_names_are_escaped_in_html():
 # ---- right numbers -------------------------------------------------------------------------------------------------
 
 
-def test_the_band_where_labels_differ_most_is_named():
+def test_titles_state_the_class_balance_and_the_band_where_labels_differ():
+    for splits, labels, message in (
+        ("TTUU", "XYXY", "X is 50 % of T"),
+        ("TTUU", "AAAB", "A is 50 % of U and 100 % of T"),
+        ("TT", "XX", "X is 100 % of T"),
+        ("TTT", "XXY", "X is 67 % of T"),
+    ):
+        title = classes_by_split(list(splits), list(labels)).layout.title.text
+        assert title.replace("<br>", " ") == message
     spectra = np.zeros((4, 3))
     spectra[:2, 1] = 12
     figure = spectrum_by_label(spectra, ["A", "A", "B", "B"], [100, 500, 900])

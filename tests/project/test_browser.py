@@ -53,12 +53,12 @@ def assert_shows_results(watched: Watched, lab: str) -> None:
     "Five figures that are drawn, the verdict, no error, no widget, nothing fetched from elsewhere."
     page = watched.page
     page.wait_for_function(
-        "document.querySelectorAll('.jp-Notebook .js-plotly-plot .gtitle').length === 4", timeout=60_000
+        "document.querySelectorAll('.jp-Notebook .js-plotly-plot .gtitle').length === 5", timeout=60_000
     )
     heights = page.evaluate(
         "[...document.querySelectorAll('.jp-Notebook .js-plotly-plot')].map(e => e.getBoundingClientRect().height)"
     )
-    assert len(heights) == 4
+    assert len(heights) == 5
     assert min(heights) > 150
     assert page.get_by_text("24 rows, all data sets verified").count() == 1
     assert_quiet(watched, lab)
@@ -110,25 +110,25 @@ def dashboard(project, browser) -> str:
 
 @pytest.mark.long  # by default test_docs.py draws its figures in a browser, and test_dashboard.py reads its texts
 def test_dashboard_in_jupyterlab(lab, watched, dashboard):
-    "The card, the runs, the advice and five figures, of which one is a sentence."
+    "The card, the runs, the advice and seven figures, of which one is a sentence."
     watched.page.set_viewport_size({"width": 1400, "height": 9600})
     page = open_notebook(watched, f"{lab}/lab/tree/{dashboard}?reset")
     run_all(page)
-    drawn = f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length === 5"
+    drawn = f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length === 7"
     try:
         page.wait_for_function(f"""document.querySelector("{ERRORS}") || {drawn}""", timeout=120_000)
     finally:
         watched.picture("dashboard.png")
     assert_quiet(watched, lab)
     seen = assert_drawn(page, lambda f: not f["traces"])
-    assert len(seen) == 5
+    assert len(seen) == 7
     assert page.get_by_text("24 rows, all data sets verified").count() == 1
     assert page.get_by_text("PERFORMANCE ANALYSIS").count() >= 1
     assert page.get_by_text("Settings that differ, in the order of the runs").count() == 1
 
 
 def test_pages_of_a_run_without_a_network(executed, watched, tmp_path):
-    "The notebook by nbconvert and by `leakmel export --page`, and the report of the run: four drawn figures each, nothing fetched."
+    "The notebook by nbconvert and by `leakmel export --page`, and the report of the run: five drawn figures each, nothing fetched."
     nbconvert = [
         str(Path(sys.executable).parent / "jupyter-nbconvert"),
         "--to",
@@ -139,14 +139,14 @@ def test_pages_of_a_run_without_a_network(executed, watched, tmp_path):
     subprocess.run([*nbconvert, str(executed)], capture_output=True, check=True, timeout=120)
     own, n_figures = notebook_page(executed, tmp_path / "page.html")
     report = max(executed.parents[1].glob("runs/*/report.html"), key=lambda p: p.stat().st_mtime_ns)
-    assert n_figures == 4
+    assert n_figures == 5
     page = watched.page
     page.context.set_offline(True)
     for path in (tmp_path / "out.html", own, report):
         assert path.stat().st_size < 3_500_000
         watched.requests.clear()
         page.goto(path.as_uri(), wait_until="domcontentloaded")
-        assert_figures(page, 4)
+        assert_figures(page, 5)
         assert page.evaluate(CUT_TITLES) == [], path.name
         watched.picture(f"{path.stem}.png", full_page=True)
         assert page.get_by_text("24 rows, all data sets verified").count() >= 1

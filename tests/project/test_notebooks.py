@@ -59,7 +59,7 @@ def assert_looks_right(run: Run) -> None:
     "What every saved notebook of a good run shows."
     assert run.status == 0, run.log
     assert run.errors == []
-    assert sum(PLOTLY in o.get("data", {}) for o in run.outputs) == 4
+    assert sum(PLOTLY in o.get("data", {}) for o in run.outputs) == 5
     assert "verified" in run.text
     assert "NOT verified" not in run.text
     assert re.search(r"\b([\d,]+) of \1 files in", run.text), "progress that reads right when it is saved"
@@ -265,7 +265,7 @@ def test_make_build_prints_the_output_paths(whole):
         assert str(out / name) in whole.said
     assert f"executed notebook: {out / 'build.ipynb'}" in whole.said
     assert f"report: {out / 'report.html'}" in whole.said
-    assert (out / "report.html").read_text(encoding="utf-8").count('class="plotly-figure"') == 4
+    assert (out / "report.html").read_text(encoding="utf-8").count('class="plotly-figure"') == 5
     assert "verdict: all data sets verified" in whole.said
 
 

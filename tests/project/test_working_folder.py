@@ -93,7 +93,7 @@ def test_start_in_this_process(tmp_path, monkeypatch):
     run = run_here("start.ipynb", detector="spectral", device="cpu")
     assert run.error == ""
     assert '"ok": true' in run.text
-    assert len(run.figures) >= 9
+    assert len(run.figures) >= 10
     assert all(run.titles)
     assert run.text.count("Audio object") >= 2
     assert {p.name.split("-")[2] for p in (tmp_path / "work" / "runs").iterdir()} == {
@@ -128,7 +128,7 @@ def test_start_in_jupyterlab(browser, watched, tmp_path):
         try:
             page.wait_for_function(OVER, timeout=120_000)
             page.wait_for_function(
-                f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length >= 9", timeout=60_000
+                f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length >= 10", timeout=60_000
             )
         finally:
             watched.picture(tmp_path / "start.png")
