@@ -36,6 +36,7 @@ from leakmel.dataset.run import config as runs
 from leakmel.dataset.run.inputs import SpecLike, decide_spec
 from leakmel.dataset.run.publish import BuildResult
 from leakmel.core.timeline import aligned
+from leakmel.insight.plots import f32, label_colour, styled_figure
 
 # %% ../../nbs/ops/bench.ipynb #87c1bc31
 # resources and output of a completed command: seconds from start to end of the process, seconds of user and system,
@@ -546,6 +547,9 @@ def sample_size(
     return min(n_there, max(MIN_FILES, min(MAX_FILES, fitting)))
 
 # %% ../../nbs/ops/bench.ipynb #74100e7e
+_NO_ADVICE = "no setting is clearly faster than the defaults, so builds need no options"
+
+
 def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: str) -> dict[str, Any]:
     "Run all phases and return the figures."
     pool = trials.sample
@@ -583,9 +587,7 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         notes.append(f"only {rounds} of the {MIN_ROUNDS} rounds of a comparison fit into the time: give more")
     best, listing = best_candidate(builds, list(tried)), trials.sample.listings[0]
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in tried[best].items())
-    advice = "no setting is clearly faster than the defaults, so builds need no options"
-    if options:
-        advice = f"{best} is clearly faster: leakmel build ... {options}"
+    advice = f"{best} is clearly faster: leakmel build ... {options}"
     # from a warm page cache, for the choice of engines
     rate = next(x["files_per_s"] for x in builds["warm"] if x["name"] == best)
     return record_head("tune") | {
@@ -604,7 +606,7 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         "builds": builds,
         "settings": tried[best],
         "rate": {"engine": f"{engine.name}/{on_device}", "files_per_s": rate},
-        "advice": advice,
+        "advice": advice if options else _NO_ADVICE,
         "notes": notes,
         "verified": _verify_settings(trials, tried[best]),
     }
@@ -698,3 +700,32 @@ def tune_table(f: Mapping[str, Any]) -> str:
     stored = [f"stored for later builds in {f['path']}"] if "path" in f else []
     lines += ["", *f["notes"], f"sample built with the recommended settings: {verdict}"]
     return "\n".join([*lines, f"{f['seconds']:.1f} s; {f['advice']}", *stored])
+
+# %% ../../nbs/ops/bench.ipynb #2d74a1c9
+def tune_plot(figures: Mapping[str, Any], cache: str) -> Any:  # go.Figure
+    "Draw the rate of each setting of a run of `tune`, for a page cache that is cold or warm, with the range of its rounds."
+    scores = [s for s in figures["builds"][cache] if s["rounds"]]
+    if not scores:
+        return styled_figure([], "No setting was measured", height=120)
+    return styled_figure(
+        [
+            dict(
+                type="bar",
+                x=f32([s["files_per_s"] for s in scores]),
+                y=[s["name"] for s in scores],
+                orientation="h",
+                marker=dict(color=label_colour(0)),
+                error_x=dict(
+                    type="data",
+                    array=f32([s["most"] - s["files_per_s"] for s in scores]),
+                    arrayminus=f32([s["files_per_s"] - s["least"] for s in scores]),
+                    thickness=1,
+                ),
+            )
+        ],
+        f"{scores[0]['files_per_s']:,.0f} files/s with {scores[0]['name']}, {cache} page cache",
+        f"Median of the rounds, {figures['n_files']:,} recordings; lines: slowest and fastest round",
+        height=130 + 26 * len(scores),
+        xaxis=dict(title=dict(text="files/s"), rangemode="tozero"),
+        yaxis=dict(title=dict(text=""), autorange="reversed"),
+    )

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/ops/doctor.ipynb #e3e3dba1
-import itertools, os, platform, tempfile, time
+import itertools, math, os, platform, tempfile, time
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -216,6 +216,30 @@ def measure_engine(name: str, device: str = "cpu") -> Figures:
         "with_loading_s": time.perf_counter() - began,
     }
 
+
+def measure_choice(folder: Path) -> Figures:
+    "Return which engine `auto` takes in a folder for listings of a few sizes (preset disjoint)."
+    from leakmel.dataset.run.config import SIZES, break_even, engine_costs, find_tuned
+    from leakmel.mel.engines import may_have_cuda
+    from leakmel.mel.spec import MelSpec
+
+    has_gpu = may_have_cuda()
+    tuned = find_tuned(folder) or {}
+    found = engine_costs(MelSpec.preset("disjoint"), has_gpu=True, rates=tuned.get("rates"))
+    costs = {(c.engine, c.device): c for c in found}
+    size = break_even(costs["cpu", "cpu"], costs["triton", "cuda"]) if has_gpu else math.inf
+    return {
+        "gpu_from_files": None if size == math.inf else math.ceil(size),
+        "engines": [
+            {
+                **vars(c),
+                "is_here": has_gpu or c.device == "cpu",
+                "seconds": {str(n): c.seconds(n) for n in SIZES},
+            }
+            for c in found
+        ],
+    }
+
 # %% ../../nbs/ops/doctor.ipynb #ea0e4c69
 class Line(NamedTuple):
     "A line of the report."
@@ -338,6 +362,7 @@ CHECKS = {
     "engine_torch_cuda": _engine_line("engine torch, GPU", "torch", "cuda"),
     "engine_torchaudio": _engine_line("engine torchaudio", "torchaudio"),
     "engine_triton": _engine_line("engine triton", "triton", "cuda"),
+    "engine_auto": Line("engine auto", measure_choice, lambda f: True, ""),
 }  # by key, in the order of the report
 
 # %% ../../nbs/ops/doctor.ipynb #4a16a871
@@ -391,6 +416,8 @@ FIGURES = {
     "n_values": "values compared",
     "n_wrong": "values outside the tolerance",
     "with_loading_s": "seconds including start and first calls",
+    "engines": "engine, device, is_here, start_s, files_per_s, source of the rate, and seconds by number of recordings, of the preset disjoint",
+    "gpu_from_files": "number of recordings from which engine auto takes a GPU; None without a GPU, or never",
 }
 
 
@@ -481,7 +508,7 @@ def check_line(key: str, folder: Path) -> Check:
     advice = "" if line.is_right(figures) else line.remedy
     is_missing = None in figures.get("versions", {}).values()
     status = "missing" if is_missing else "warn" if advice else "ok"
-    found = "; ".join(figure_text(name, value) for name, value in figures.items())
+    found = "; ".join(figure_text(name, value) for name, value in figures.items() if name != "engines")
     return Check(key, line.title, status, found, advice, line.blocks(figures), figures)
 
 
@@ -507,3 +534,27 @@ def examine(
         found.append(check_line(key, place))
     progress(len(found), "")
     return Report(tuple(found), place, time.perf_counter() - began)
+
+# %% ../../nbs/ops/doctor.ipynb #d0a6e5c9
+def agreement_plot(report: Report) -> Any:  # go.Figure
+    "Draw the largest difference of each engine from the float64 reference."
+    from leakmel.insight.plots import f32, label_colour, styled_figure
+
+    compared = [c.figures for c in report.checks if "max_abs_db" in c.figures]
+    largest = [f["max_abs_db"] for f in compared]
+    return styled_figure(
+        [
+            dict(
+                type="bar",
+                x=f32(largest),
+                y=[f["identity"] for f in compared],
+                orientation="h",
+                marker=dict(color=label_colour(0)),
+            )
+        ],
+        f"Engines differ from the reference by at most {max(largest, default=0.0):.3f} dB",
+        "Largest difference in the upper 90 dB of a check recording; engines that cannot run here are left out",
+        height=130 + 30 * len(compared),
+        xaxis=dict(title=dict(text="largest difference (dB)"), rangemode="tozero"),
+        yaxis=dict(title=dict(text=""), autorange="reversed"),
+    )

@@ -623,6 +623,7 @@ def test_without_validation_the_last_epoch_and_default_threshold_are_used(sets: 
     assert result.detector.threshold_from == UNCHOSEN
     assert math.isnan(result.epochs[-1].f1)
     assert result.summary["f1"] is None
+    assert "F1" not in repr(result.epochs[-1])
     assert "not known" in repr(result)
 
 

@@ -258,13 +258,11 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
         return report
     found = "; ".join(report.problems[:3])
     if len(report.moved) == len(report.problems):
-        what = "recordings were changed or removed"
         remedy = "build again; with --fresh if this happens again"
         if job.n_parts:
-            command = f"leakmel build --join {quote(show_path(job.file.target))}"
-            remedy = f"{command} reads them again, and keeps the other rows"
+            remedy = f"leakmel build --join {quote(show_path(job.file.target))} reads them again, and keeps the other rows"
         raise DataError(
-            f"{what} during the build, so nothing was published",
+            "recordings were changed or removed during the build, so nothing was published",
             code="recordings-changed",
             path=job.listing.folder,
             found=found,

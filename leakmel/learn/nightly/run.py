@@ -32,6 +32,7 @@ from leakmel.core.files import replacing
 from leakmel.core.store import LocalCopies
 from leakmel.dataset.file.schema import Rejected
 from leakmel.insight.page_figures import png_bytes
+from leakmel.insight.plots import f32, label_colour, styled_figure
 from leakmel.learn.model.card import evaluation_result, evaluation_text
 from leakmel.learn.model.detector import Detector, required_spec, to_plain
 from leakmel.learn.model.files import require_kind
@@ -589,6 +590,59 @@ def visits_page(done: "NightlyRun", clips: Mapping[str, Any], places: Mapping[st
         most_outside=40,
     )
 
+# %% ../../../nbs/learn/nightly/run.ipynb #4a5cc001
+def evidence_plot(done: "NightlyRun") -> Any:  # go.Figure
+    "Draw the evidence of the first sensors of the list over the last nights."
+    chosen = [r for r in done.sensors if done.curves.get(r.sensor)][:12]
+    traces = [
+        dict(
+            type="scatter",
+            x=np.arange(1 - len(done.curves[r.sensor]), 1),
+            y=f32(np.maximum(done.curves[r.sensor], 0.1)),
+            name=f"{r.sensor} ({r.visit})",
+            mode="lines+markers",
+            line=dict(color=label_colour(k), width=1.6),
+            marker=dict(size=4),
+        )
+        for k, r in enumerate(chosen)
+    ]
+    return styled_figure(
+        traces,
+        f"{len(done.to_visit):,} of {len(done.sensors):,} sensors to visit",
+        f"dashed: limit of {done.budget.limit:,.0f} for {done.budget.per_100_nights:g} false visits per 100 sensor-nights",
+        height=380,
+        xaxis=dict(
+            title=dict(
+                text=f"nights before the last one of the sensor (network: {done.last_night or 'none'})"
+            )
+        ),
+        yaxis=dict(title=dict(text="evidence"), type="log"),
+        showlegend=True,
+    ).add_hline(y=done.budget.limit, line_dash="dash", line_width=1, line_color="#7a7a7a")
+
+
+def drift_plot(done: "NightlyRun") -> Any:  # go.Figure
+    "Draw the share of recordings outside the central 95 % of the reference, by quantity."
+    drift = done.drift
+    if drift is None:
+        return styled_figure([], "There is no reference for the drift yet", height=200)
+    share = [100 * x for x in drift.outside.values()]
+    return styled_figure(
+        [
+            dict(
+                type="bar",
+                x=list(drift.outside),
+                y=f32(share),
+                marker=dict(color=[label_colour(int(name in drift.moved)) for name in drift.outside]),
+            )
+        ],
+        f"Drift: {', '.join(drift.moved)}" if drift.moved else "No drift",
+        f"{drift.n:,} recordings of the last nights against {drift.reference.n:,} of the reference; 5 % outside is usual",
+        height=340,
+        xaxis=dict(title=dict(text="quantity (bands from low to high)")),
+        yaxis=dict(title=dict(text="recordings outside, %"), range=[0, max(30, 1.1 * max(share, default=0))]),
+    )
+
 # %% ../../../nbs/learn/nightly/run.ipynb #0fe27017
 def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; raises OutputError
     "Refuse a state folder among the recordings, and other files in the place of the tables."
@@ -719,9 +773,7 @@ def nightly(
             sensors=tuple(rows),
             drift=nights.drift_of(history, nights.stored_reference(history)),
             curves={
-                r.sensor: [x for (x,) in reversed(history.query(_CURVE, (r.sensor,)))]
-                for r in rows
-                if r.visit
+                r.sensor: [x for (x,) in history.query(_CURVE, (r.sensor,))][::-1] for r in rows if r.visit
             },
             notes=(*[f"names are read by the pattern {pattern!r}"] * bool(pattern), *_notes(files), *ignored),
         )

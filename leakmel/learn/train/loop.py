@@ -441,7 +441,8 @@ def _finished(out: Path, resume: str, data: TrainingData, settings: TrainSetting
     if (out / "model.pt").is_file():
         detector = load_detector(out / "model.pt")
         if detector.record.get("identity") == _identity_digest(data, settings):
-            return _write_result(out, detector, data, detector.record["seconds"], "Fitted.")
+            # 0: of a model of an earlier version
+            return _write_result(out, detector, data, detector.record.get("seconds", 0.0), "Fitted.")
         if resume == "auto":
             raise UsageError(
                 "the folder holds a model of another training",

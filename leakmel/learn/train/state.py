@@ -273,8 +273,8 @@ class EpochFigures:
     peak_vram_bytes: float = math.nan  # GPU memory in use on the machine
 
     def __repr__(self) -> str:
-        speed = f"{self.batches_per_s:,.1f} batches/s, {self.seconds:.1f} s"
-        return f"epoch {self.epoch}: loss {self.loss:.4f}, F1 {self.f1:.4f}, {speed}"
+        f1 = "" if math.isnan(self.f1) else f", F1 {self.f1:.4f}"
+        return f"epoch {self.epoch}: loss {self.loss:.4f}{f1}, {self.batches_per_s:,.1f} batches/s, {self.seconds:.1f} s"
 
 # %% ../../../nbs/learn/train/state.ipynb #62a5006f
 def is_better(
