@@ -4016,6 +4016,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'leakmel/learn/train/loop.py'),
                                           'leakmel.learn.train.loop._remove_network': ( 'learn/train/loop.html#_remove_network',
                                                                                         'leakmel/learn/train/loop.py'),
+                                          'leakmel.learn.train.loop._result_of': ( 'learn/train/loop.html#_result_of',
+                                                                                   'leakmel/learn/train/loop.py'),
                                           'leakmel.learn.train.loop._train_spectral': ( 'learn/train/loop.html#_train_spectral',
                                                                                         'leakmel/learn/train/loop.py'),
                                           'leakmel.learn.train.loop._words_of': ( 'learn/train/loop.html#_words_of',

@@ -295,7 +295,7 @@ def test_the_same_training_is_not_repeated(sets, alone, tmp_path, monkeypatch):
     def fitted(*args: Any, **more: Any) -> Any:
         raise AssertionError("fitted again")
 
-    monkeypatch.setattr(folds_module, "fit_spectral", fitted)
+    monkeypatch.setattr(spectral, "fit_spectral", fitted)
     written = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
     again = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == written

@@ -78,20 +78,26 @@ def _distribution(name: str, given: Any) -> Any:
     if isinstance(given, (list, tuple)):
         is_range = is_number and len(given) == 2 and all(type(v) in (int, float) for v in given)
         written = dict(zip(("low", "high"), given)) if is_range else {"choices": given}
+    reason = ""
     match written:
         case {"choices": [_, _, *_] as values, **more} if not more:
             choices = [tuple(v) if isinstance(v, list) else v for v in values]
             if not any(v in choices[:k] for k, v in enumerate(choices)):
                 with warnings.catch_warnings(action="ignore"):  # databases cannot store tuples: there is none
                     return tools.CategoricalDistribution(choices)
+            reason = ": a choice is listed twice"
         case {"low": int() | float() as low, "high": int() | float() as high, **more} if is_number:
             log = more.pop("log", name in ("learning_rate", "weight_decay") and low > 0)
             is_valid = not more and isinstance(log, bool) and low < high and (low > 0 or not log)
             if is_valid and (float in kinds or not (low % 1 or high % 1)):
                 make = tools.FloatDistribution if float in kinds else tools.IntDistribution
                 return make(low, high, log=log)
+            reason = "" if low < high else ": low must be below high"
     raise UsageError(
-        f"the search space of {name} is invalid", code="invalid-range", found=repr(given), expected=_SYNTAX
+        f"the search space of {name} is invalid{reason}",
+        code="invalid-range",
+        found=repr(given),
+        expected=_SYNTAX,
     )
 
 
@@ -541,17 +547,21 @@ class _Search:
         "Run trials until their number or the time is reached; then train initial and best settings with other seeds."
         ends = time.monotonic() + seconds
         for most in (1, n_trials):  # the first trial must succeed before others begin
+            lost = list[tuple[Trial, Exception]]()  # of processes that ended
             for trial, error in self.trained(self.proposals(most, again, ends, seconds)):
                 if error is not None and all(t.state == "failed" for t in self.trials[-4:]):
                     raise error  # the first trial must succeed, and one of five in a row
                 if error is not None and isinstance(error.__cause__, BrokenExecutor):
-                    if sum(t.state == "running" for t in self.rows.values()) == 1:
-                        self.keep(trial)  # of several, the one that ended the processes is not known
-                    raise error
+                    lost.append((trial, error))
+                    continue
                 self.keep(trial)
                 best = best_of(self.trials)
                 self.note(f"best F1 {best.f1:.4f} in trial {best.number}")
                 announce(repr(trial), show=self.show)
+            if len(lost) == 1:
+                self.keep(lost[0][0])
+            if lost:  # of several, the one that ended the processes is not known: the next search repeats all
+                raise lost[0][1]
         best = best_of(self.trials)
         if not best.number or len(self.trials) < n_trials and self.reserve >= seconds:
             return

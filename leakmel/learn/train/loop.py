@@ -367,6 +367,20 @@ def _write_result(
     "Write the model and the summary."
     path = detector.save(out / "model.pt")
     update_card(detector, path)
+    result = _result_of(path, detector, data, seconds, begin, state)
+    write_summary(out, result.summary)
+    return result
+
+
+def _result_of(
+    path: Path,
+    detector: Detector,
+    data: TrainingData,
+    seconds: float,
+    begin: str,
+    state: TrainingState | None = None,
+) -> TrainResult:
+    "Return the result of a training whose model is written."
     epochs = () if state is None else tuple(state.epochs)
     best = None if state is None else state.best_figures
     summary = detector.record | {
@@ -389,7 +403,6 @@ def _write_result(
         "micro_batch": 0 if state is None else state.stepper.portions.most,
         "n_ran_out": 0 if state is None else state.stepper.portions.n_ran_out,
     }
-    write_summary(out, summary)
     return TrainResult(detector, path, epochs, 0 if best is None else best.epoch, summary, seconds)
 
 # %% ../../../nbs/learn/train/loop.ipynb #kind0001
@@ -441,8 +454,8 @@ def _finished(out: Path, resume: str, data: TrainingData, settings: TrainSetting
     if (out / "model.pt").is_file():
         detector = load_detector(out / "model.pt")
         if detector.record.get("identity") == _identity_digest(data, settings):
-            # 0: of a model of an earlier version
-            return _write_result(out, detector, data, detector.record.get("seconds", 0.0), "Fitted.")
+            seconds = detector.record.get("seconds", 0.0)  # 0: of a model of an earlier version
+            return _result_of(out / "model.pt", detector, data, seconds, "Fitted.")
         if resume == "auto":
             raise UsageError(
                 "the folder holds a model of another training",

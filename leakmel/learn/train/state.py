@@ -354,7 +354,10 @@ def learning_curves(epochs: Sequence[EpochFigures], best: int = 0) -> Any:
     last = epochs[-1]
     title = f"Loss {last.loss:.3f} after epoch {last.epoch}, {epochs[0].loss:.3f} after the first"
     if best and not math.isnan(epochs[best - 1].f1):
-        title = f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}"
+        least = min(epochs, key=lambda e: math.inf if math.isnan(e.val_loss) else e.val_loss)
+        overfits = last.val_loss > 1.25 * least.val_loss and last.loss < least.loss
+        end = f"; from epoch {least.epoch} on it overfits" if overfits else ""
+        title = f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}{end}"
     f1_axis = dict(overlaying="y", side="right", range=[0, 1.02], dtick=0.2, showgrid=False, automargin=True)
     fig = styled_figure(
         traces,
