@@ -44,30 +44,38 @@ class Decision:
     note: str = ""
 
     def __post_init__(self) -> None:
-        if not all(isinstance(cell, str) for cell in astuple(self)):
-            raise _invalid("all cells must be text", self)
+        others = [x for x in (getattr(self, name) for name in LABELS_COLUMNS) if not isinstance(x, str)]
+        if others:
+            raise _invalid("all cells must be text", others[0])
         texts = (self.label, self.by, self.note)
-        are_lines = all(x.isprintable() and len(x.encode("utf-8", "replace")) <= MAX_CELL for x in texts)
+        wrong = [x for x in texts if not x.isprintable() or len(x.encode("utf-8", "replace")) > MAX_CELL]
         steps = self.path.split("/")
-        for is_right, message in (
-            (are_lines, f"label, by and note must be printable text of at most {MAX_CELL} bytes on one line"),
+        for is_right, message, found in (
+            (
+                not wrong,
+                f"label, by and note must be printable text of at most {MAX_CELL} bytes on one line",
+                "".join(wrong[:1])[:80],
+            ),
             (
                 "\0" not in self.path and not {"", ".", ".."} & {*steps},
                 "the path must be relative, without . or ..",
+                self.path[:200],
             ),
             (
                 not self.digest or re.fullmatch(r"[0-9a-f]{32}", self.digest),
                 "the digest must have 32 hexadecimal digits, or be empty",
+                self.digest[:80],
             ),
-            (self.by.strip(), "the person is missing (by)"),
+            (self.by.strip(), "the person is missing (by)", self.by[:80]),
             (
                 re.fullmatch("[0-9]{4}(-[0-9]{2}){2}T[0-9]{2}(:[0-9]{2}){2}([.][0-9]{1,6})?Z", self.when)
                 and naming.clock_time(self.when),
                 "when must be ISO 8601 in UTC, for example 2026-01-31T08:15:00Z",
+                self.when[:80],
             ),
         ):
             if not is_right:
-                raise _invalid(message, self)
+                raise _invalid(message, found)
 
     @property
     def key(self) -> str:
@@ -75,9 +83,8 @@ class Decision:
         return self.digest or self.path
 
 
-def _invalid(message: str, decision: Decision) -> DataError:
-    found = {name: repr(getattr(decision, name))[:80] for name in LABELS_COLUMNS}
-    return DataError(message, code="invalid-decision", found=found)
+def _invalid(message: str, found: object) -> DataError:
+    return DataError(message, code="invalid-decision", found=repr(found))
 
 
 def login_name() -> str:
@@ -128,7 +135,7 @@ def append_decision(file: str | os.PathLike, decision: Decision) -> None:
     file = Path(os.path.abspath(file))
     if not decision.path.isprintable():
         if not decision.digest:
-            raise _invalid("a path that is not printable needs a digest", decision)
+            raise _invalid("a path that is not printable needs a digest", decision.path[:200])
         decision = replace(decision, path=show_path(decision.path))
     with files.write_errors(file), contextlib.ExitStack() as stack:
         fd = _open_table(file, stack)
@@ -221,6 +228,10 @@ class CurrentLabels:
     disagreements: dict[str, tuple[Decision, ...]]  # last decisions that differ
     unsure: tuple[str, ...]  # at least one is unsure, nobody disagrees
     exact_paths: bool = False  # from a table of paths and labels: each path must be known
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.labels):,} agreed, {len(self.disagreements):,} disagreements, {len(self.unsure):,} unsure"
+        return f"CurrentLabels({counts})"
 
 
 def _folded(label: str) -> str:
@@ -663,6 +674,11 @@ def import_tracks(
 TRACK_FORMATS = {"audacity": ".txt", "raven": ".selections.txt"}  # and the ends of the file names
 
 
+def _ends_of(path: str) -> list[str]:
+    "Return the path and its ends, the longest first: the path of a decision may lack the folder of a split."
+    return [path.split("/", n)[-1] for n in range(path.count("/") + 1)]
+
+
 def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recording, str]]:
     "Yield path, recording and label of all recordings that are found; raises DataError where several fit a path."
     labels = dict(current.labels)
@@ -670,20 +686,18 @@ def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recordi
     decided = [current.last[key][-1] for key in labels]
     fitting: dict[str, list[str]] = {d.path: [] for d in decided}
     for path in paths:
-        for n in range(path.count("/") + 1):  # a decision's path may lack the folder of a split
-            fitting.get(path.split("/", n)[-1], []).append(path)
-    near: dict[str, str] = {}  # recording -> path of a decision without a digest
+        for end in _ends_of(path):
+            fitting.get(end, []).append(path)
+    bare = {d.path for d in decided if not d.digest}
     met = set[str]()  # such paths, of recordings that were read
-    for d in sorted((d for d in decided if not d.digest), key=lambda d: len(d.path)):
-        near |= dict.fromkeys(fitting[d.path], d.path)  # the longest path wins
     first = {path for found in fitting.values() for path in found}
     for path in sorted(paths, key=lambda path: path not in first):
         if path not in first and not any(current.last[key][-1].digest for key in labels):
             return
         with contextlib.suppress(RecordingError):  # damaged since it was labelled, or not a labelled one
             recording = read_wav(root / path)
-            place = near.pop(path, "")
-            if place in met:
+            places = [end for end in _ends_of(path) if end in bare]
+            for place in (x for x in places if x in met):
                 raise DataError(
                     "several recordings have the path of a decision",
                     code="ambiguous-recording",
@@ -691,8 +705,8 @@ def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recordi
                     found=", ".join(map(show_path, fitting[place])),
                     remedy="export the labels of each split separately",
                 )
-            met |= {place} - {""}
-            key = recording.digest if recording.digest in labels else place
+            met.update(places)
+            key = recording.digest if recording.digest in labels else next(iter(places), "")
             if key in labels:
                 yield path, recording, labels.pop(key)
 

@@ -429,9 +429,10 @@ def part_range(n: int, number: int, n_parts: int) -> tuple[int, int]:
     "Divide recordings into nearly equal parts, and return the range of one, from 1; raises UsageError."
     if not 1 <= number <= n_parts:
         raise UsageError(
-            "there is no such part of I/N, with I from 1 to N",
+            "there is no such part",
             code="invalid-part",
             found=f"{number}/{n_parts}",
+            expected="I/N with I from 1 to N",
         )
     return n * (number - 1) // n_parts, n * number // n_parts
 

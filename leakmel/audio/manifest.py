@@ -116,7 +116,8 @@ class Manifest:
 
     def save(self, file: str | os.PathLike) -> Path:  # raises OutputError
         "Store the manifest in a file, without the columns that `scan(content=True)` reads."
-        names = {f.name for f in fields(self)} - {"listings", "unmatched", "content", "names"}
+        apart = ("listings", "unmatched", "content", "names")
+        names = [f.name for f in fields(self) if f.name not in apart]
         kept = ("split", "folder", "naming", "parts", "extra")
         head = {
             "format": _FORMAT,
@@ -162,6 +163,8 @@ class Manifest:
                 "part_of": facts["part_of"] and tuple(facts["part_of"]),
             }
             return Manifest(**facts | made)
+        except MemoryError:
+            raise
         except Exception as e:  # whatever a damaged or a hostile file makes the parsers raise
             raise DataError(
                 "the file does not exist, is not a manifest, or is damaged",
@@ -386,7 +389,7 @@ def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[byte
     deep = nested or (tops if {*tops} <= outer else [])
     if deep and outer and not beside and all(split_name(inner) for _, inner in places):
         raise DataError(
-            "the split folders lie one level deeper",
+            f"the split folders lie {'one level deeper' if nested else 'inside the label folders'}",
             code="splits-one-level-down",
             path=root,
             found=", ".join(show_path(f"{name}/{inner}") for name, inner in places if name == deep[0]),
@@ -406,7 +409,9 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFil
     for name in sorted({*folders, *others} - {folder.name for folder in splits.values()}):
         is_folder = name in folders if is_url else (root / name).is_dir()
         if files.is_system_folder(name):
-            if is_folder and not is_url and not (root / name).is_symlink():
+            if is_url and is_folder:
+                found.passed_over[os.fsencode(name)] += len(found_below(root, root / name)[0])
+            elif is_folder and not (root / name).is_symlink():
                 found.pass_over(os.fsencode(root / name), os.fsencode(root))
         elif is_folder or files.is_recording_name(os.fsencode(name)):
             what = "folder" if is_folder else "recording"

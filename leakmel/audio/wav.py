@@ -96,7 +96,19 @@ STREAMED = 0xFFFFFFFF  # the data size of a writer that could not seek back
 _EXTENSIBLE = 0xFFFE
 _BITS = {"pcm": range(1, 33), "float": (32, 64)}
 # names of some formats that are not read
-_CODED = {2: "Microsoft ADPCM", 17: "IMA ADPCM", 49: "GSM 6.10", 80: "MPEG", 85: "MP3", 255: "AAC"}
+_CODED = {
+    2: "Microsoft ADPCM",
+    17: "IMA ADPCM",
+    20: "G.723 ADPCM",
+    34: "TrueSpeech",
+    49: "GSM 6.10",
+    56: "NMS ADPCM",
+    64: "G.721 ADPCM",
+    69: "G.726 ADPCM",
+    80: "MPEG",
+    85: "MP3",
+    255: "AAC",
+}
 
 
 @dataclass(frozen=True)

@@ -419,7 +419,8 @@ def _by_hand(s: LeakSet) -> str:
 def _request(s: LeakSet, url: str, stream: bool = False) -> Any:  # an answer of requests
     """Request a record, or a file, whose content is not read yet.
 
-    Raises MachineError if no server answers, an error of `requests` for a file, and DataError for another answer.
+    Raises MachineError if no server answers, DataError for another answer, and an error of `requests` if a
+    connection for a file breaks off or takes too long.
     """
     try:
         import requests
@@ -430,7 +431,9 @@ def _request(s: LeakSet, url: str, stream: bool = False) -> Any:  # an answer of
     except ModuleNotFoundError as e:
         raise missing_package(e) from e
     except requests.RequestException as e:
-        if stream:
+        # of a connection that was there
+        ended = requests.packages.urllib3.exceptions.ProtocolError  # type: ignore[attr-defined]
+        if stream and (isinstance(e, requests.Timeout) or any(isinstance(x, ended) for x in e.args)):
             raise
         raise MachineError(
             f"the server {urlsplit(url).netloc} cannot be reached ({type(e).__name__})",

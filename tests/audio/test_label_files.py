@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -72,6 +73,11 @@ def test_a_damaged_recording_ends_no_export(tmp_path, heard):
     append_decision(tmp_path / "labels.csv", Decision("TRAINING/x.wav", "0" * 32, "LEAK", "ann", now_utc()))
     done = export_tracks(tmp_path / "labels.csv", tmp_path / "more", recordings=heard)
     assert (len(done.summary["written"]), done.summary["not_found"]) == (2, 2), "a decision without a digest"
+    shutil.copy(heard / NAMES[3], heard / "x.wav")
+    (tmp_path / "paths.csv").write_text("path,label\nx.wav,LEAK\nTRAINING/x.wav,NOLEAK\n")
+    with pytest.raises(DataError) as e:
+        export_tracks(tmp_path / "paths.csv", tmp_path / "none", recordings=heard)
+    assert (e.value.code, (tmp_path / "none").exists()) == ("ambiguous-recording", False)
 
 
 def test_files_that_exist_are_not_replaced(tmp_path, heard):

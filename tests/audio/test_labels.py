@@ -52,6 +52,7 @@ def test_invalid_decisions(changes):
     with pytest.raises(DataError) as e:
         Decision(**(good | changes))
     assert e.value.code == "invalid-decision"
+    assert e.value.found == repr(str(*changes.values())[:80] if changes != {"label": 1} else 1)
 
 
 def test_round_trip(tmp_path):
@@ -238,6 +239,7 @@ def test_several_people_at_once(tmp_path):
 )
 def test_current_labels(decisions, kind):
     now = current_labels(decisions)
+    assert len(repr(now)) < 100
     found = {"agreed": A in now.labels, "differ": A in now.disagreements, "unsure": A in now.unsure}
     assert [k for k, v in found.items() if v] == ([] if kind == "none" else [kind])
     after = relabel(now, ["LEAK/other.wav"], [A], ["PUMP"])

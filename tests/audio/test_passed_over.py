@@ -265,5 +265,6 @@ def test_folders_that_hold_nothing_but_splits(tmp_path, paths):
     with raises("splits-one-level-down"):
         scan(tmp_path)
     put(tmp_path / "labels", "LEAK/training/a.wav", "NOLEAK/training/b.wav", "LEAK/testing/c.wav")
-    with raises("splits-one-level-down", remedy="give the pattern {label}/{split}/{*}"):
+    remedy = "give the pattern {label}/{split}/{*}"
+    with raises("splits-one-level-down", says="inside the label folders", remedy=remedy):
         scan(tmp_path / "labels")

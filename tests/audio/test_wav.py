@@ -211,7 +211,15 @@ def test_a_fault_of_the_machine_rejects_no_recording(
 
 @each(
     ("tag", "name"),
-    [(2, "ADPCM"), (17, "ADPCM"), (49, "GSM"), (85, "MP3"), (0x1234, "0x1234"), (0, "0x0000")],
+    [
+        (2, "ADPCM"),
+        (17, "ADPCM"),
+        (34, "TrueSpeech"),
+        (49, "GSM"),
+        (85, "MP3"),
+        (0x1234, "0x1234"),
+        (0, "0x0000"),
+    ],
 )
 @each("extensible", [False, True])
 def test_coded_samples_are_refused_with_the_command_that_converts_them(

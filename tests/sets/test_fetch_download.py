@@ -203,6 +203,12 @@ def test_offline_names_the_page_and_the_way_by_hand(server: RecordServer, tmp_pa
         fetch(tmp_path)
     assert "https://doi.org/10.5281/zenodo.18631450" in str(caught.value)
     assert "--from PATH" in str(caught.value)
+    record = mock.Mock(status_code=200, json=server._zenodo)
+    with (
+        mock.patch("requests.get", side_effect=[record, requests.exceptions.SSLError]),
+        raises("set-unreachable", MachineError),
+    ):
+        fetch(tmp_path)
 
 
 @each(
