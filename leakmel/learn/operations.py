@@ -69,7 +69,9 @@ def _plan_scoring(operation: "Predict | Nightly", run: Run) -> tuple[Path, Any, 
     from leakmel.learn.plans import find_model
 
     model, model_note = find_model(operation.model)
-    detector = load_detector(model)  # errors are raised now, not after a demo set is built
+    # errors are raised now, not after a demo set is built; `lm.nightly` reads the file itself, and a command shows no plan
+    needed = run.keeps or not operation.data_root or isinstance(operation, Predict)
+    detector = load_detector(model) if needed else None
     folder, note = find_data(operation.data_root, progress=run.progress)
     named: dict[str, Any] = {"table": operation.table, "columns": operation.columns or None}
     named["pattern"] = getattr(operation, "pattern", None)
@@ -78,7 +80,7 @@ def _plan_scoring(operation: "Predict | Nightly", run: Run) -> tuple[Path, Any, 
         manifest = lm.scan(folder, **named, with_labels=False, progress=run.progress)
         note += f"; only the recordings listed in {show_path(operation.table)}" if operation.table else ""
     inputs = {"data": f"{show_path(folder)}: {note}", "model": f"{show_path(model)}: {model_note}"}
-    inputs["task"] = repr(detector.task)
+    inputs |= {"task": repr(detector.task)} if detector else {}
     return model, detector, DetectorPlan(inputs, folder, {"folder": folder, "manifest": manifest})
 
 # %% ../../nbs/learn/operations.ipynb #4ab623ce

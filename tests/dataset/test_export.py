@@ -406,6 +406,14 @@ def test_exchanged_labels_are_not_exported(hostile: Path, tmp_path: Path) -> Non
         f["labels"][:] = 1 - f["labels"][:]
     with raises("damaged-data-set", VerifyError, path=tmp_path / "t.h5"):
         lm.export_dataset(tmp_path / "t.h5", out=tmp_path / "out", progress="none")
+    (tmp_path / "t.h5").write_bytes(hostile.read_bytes())
+    with h5py.File(tmp_path / "t.h5", "r+") as f:  # texts where numbers belong, with the right digest
+        n = len(f["files/silent"])
+        del f["files/silent"]
+        f["files/silent"] = np.full(n, b"no")
+        f.attrs["metadata_digest"] = metadata_digest(f)
+    with raises("damaged-data-set", VerifyError, path=tmp_path / "t.h5"):
+        lm.export_dataset(tmp_path / "t.h5", out=tmp_path / "out", progress="none")
     assert [p.name for p in tmp_path.iterdir()] == ["t.h5"]
 
 

@@ -157,6 +157,14 @@ def test_report_that_is_damaged_or_hostile_does_not_reach_the_card(small_sets: P
     ):
         report.write_text(content)
         assert "## Known problems" in lm.card(path, progress="none").markdown
+    report.write_text(
+        json.dumps({"problems_by_kind": {"a": 2, "b": 9, "c": "x"}, "verified": "x", "root": "/r/s"})
+    )
+    text = lm.card(path, progress="none").markdown
+    assert "Folder of the recordings: s\n" in text
+    assert text.index("'b': 9") < text.index("'a': 2")
+    assert "hours, sample rates (Hz): {" in text
+    assert "dB re full scale" in text
     verdict = "<script>alert(1)</script> [a](b)\n# x"
     report.write_text(json.dumps({"problems_by_kind": {"<img>": 2}, "verified": {"verdict": verdict}}))
     text = lm.card(path, license="<b>", progress="none").markdown

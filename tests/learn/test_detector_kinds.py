@@ -6,6 +6,7 @@ import pickle
 import shutil
 import warnings
 from copy import deepcopy
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -487,6 +488,9 @@ def test_a_fitted_challenger_has_the_decision_of_the_validation_recordings(sets,
         whole = np.where(old.segment_mask, old.labels[:, None], LEFT_OUT)
         items = SegmentSubset([(old, whole)], champion.task)
         settings = round_settings(champion, None)
+        usual = round_settings(replace(champion, record={}))
+        for unread in ({"old_name": 3}, {"epochs": 0}, None):
+            assert round_settings(replace(champion, record={"settings": unread})) == usual
         challenger = fine_tune(champion, items, validation, settings, tmp_path, show="none")
         challenger.save(tmp_path / "model.pt")
         scores = challenger.recording_scores(score_rows(challenger, validation))

@@ -366,8 +366,11 @@ def test_command_line(tmp_path, model, capsys, monkeypatch):
         "cpu",
         "--json",
     ]
+    read_again = "leakmel.learn.model.detector.load_detector"
+    monkeypatch.setattr(read_again, lambda *_: pytest.fail("the model is read twice"))
     assert main([*words, "--visited", str(visits), "--audits", "1"]) == 0
     body = json.loads(capsys.readouterr().out)
+    assert body["model"] == str(model)
     assert (body["ok"], body["new"], body["sensors"], body["audits"]) == (True, 16, 2, 1)
     rows = {r["sensor"]: r for r in rows_of(tmp_path / "s")}
     assert (rows["P0"]["nights"], rows["P1"]["nights"]) == ("3", "8")

@@ -122,6 +122,9 @@ def test_a_recording_that_vanished(folder, tmp_path):
     for k in range(3):
         put(tmp_path / "d", f"LEAK/{k}.wav", noise(k))
     app = lm.review(tmp_path / "d", labels=tmp_path / "l.csv", by="ann", controls=True, progress="none")
+    assert "no model was given" in app.html["sound"].value
+    assert repr(app) == f"ReviewApp({app.session!r})"
+    assert repr(app.session.found) == f"3 recordings of {tmp_path / 'd'}"
     (tmp_path / "d" / app.session.queue.items[1].path).unlink()
     app.buttons["l"].click()
     assert "cannot be read" in app.html["sound"].value

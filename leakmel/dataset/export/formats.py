@@ -122,7 +122,7 @@ def columns_of(source: ExportSource, start: int, stop: int) -> dict[str, Any]:
         page |= path_columns(file["files/path"][start:stop].tolist())
         page["row_digest"] = _values(file["digests/rows"], start, stop)
         page |= {name: _values(file[f"files/{name}"], start, stop) for name in column_names(data)}
-    return page | {"silent": page["silent"].astype(bool)}
+        return page | {"silent": page["silent"].astype(bool)}
 
 
 def column_pages(source: ExportSource, step: int = PAGE) -> Iterator[dict[str, Any]]:
@@ -284,16 +284,24 @@ _SHOWN_ATTRIBUTES = (
 )
 
 
+def _counts(values: Any) -> str:
+    "Return the counts of a dictionary of counts, the largest first; none of anything else."
+    pairs = values.items() if isinstance(values, dict) else ()
+    found = Counter({name: n for name, n in pairs if type(n) is int}).most_common(_SHOWN)
+    return str(dict(found)) if found else ""
+
+
 def _report_facts(path: Path) -> dict[str, Any]:  # of the data set
     "Return what the report of the build adds, as texts; empty without a report that can be read."
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         report = read_own_json(path.with_name(f"{path.name}.report.json"))
+        verified = report.get("verified")
         found = {
             "source": Path(str(report.get("root", ""))).name,
             "built": report.get("created_at_utc"),
-            "verdict": (report.get("verified") or {}).get("verdict"),
-            "problems": report.get("problems_by_kind") or "none",
-            "labels_by_people": report.get("labels_by_people"),
+            "verdict": verified.get("verdict") if isinstance(verified, dict) else None,
+            "problems": _counts(report.get("problems_by_kind")) or "none",
+            "labels_by_people": _counts(report.get("labels_by_people")),
         }
         return {name: str(value)[:1000] for name, value in found.items() if value}
     return {}
@@ -306,6 +314,8 @@ def _column_facts(source: ExportSource) -> dict[str, Any]:
     "Return counts over the columns, which are read page by page."
     groups = {name: set[tuple[str, str]]() for name in GROUPS}  # and the label
     status = Counter[str]()
+    rates = Counter[int]()
+    level = [np.zeros(0)]
     sums = Counter(silent=0, clipped=0)
     times: list[str] = []
     seconds = 0.0
@@ -313,6 +323,8 @@ def _column_facts(source: ExportSource) -> dict[str, Any]:
         for name, found in groups.items():
             found.update((group, label) for group, label in zip(page[name], page["label"]) if group)
         status.update(page["status"])
+        rates.update(page["sample_rate"].tolist())
+        level.append(page["rms_db"][np.isfinite(page["rms_db"])])
         known = [t for t in page["start_time"] if t]
         times = [min(known + times[:1]), max(known + times[1:])] if known else times
         sums.update(silent=int(page["silent"].sum()), clipped=int((page["clipped_share"] > 0).sum()))
@@ -321,8 +333,12 @@ def _column_facts(source: ExportSource) -> dict[str, Any]:
         "groups": {name: Counter(label for _, label in found) for name, found in groups.items() if found},
         "n_groups": {name: len({group for group, _ in found}) for name, found in groups.items()},
         "changed": {name: n for name, n in status.most_common() if name != "ok"},
+        "sample_rates": dict(rates.most_common(_SHOWN)),
         "hours": seconds / 3600,
         "times": times,
+        "rms_db": np.percentile(np.concatenate(level), (5, 50, 95)).round(1).tolist()
+        if any(map(len, level))
+        else [],
         **sums,
     }
 
@@ -370,7 +386,7 @@ Log-mel spectrograms of recordings of pipes, with labels, for the detection of l
 
 ## Origin{{ of }}
 
-- Recordings: {{ "{:,.2f}".format(f.hours) }} hours
+- Recordings: {{ "{:,.2f}".format(f.hours) }} hours, sample rates (Hz): {{ f.sample_rates }}
 {% for what, value in (
   ("Folder of the recordings", f.source), ("Source of labels and names", f.naming),
   ("Labels by people", f.labels_by_people), ("Built", f.built)) if value %}
@@ -400,6 +416,9 @@ No sensors, sessions or folders are known: recordings of one sensor can be in se
 - {{ "{:,}".format(f.rejected) }} files were rejected: {{ f.rejected_by_code or "none" }}
 - Changed to fit the settings: {{ f.changed or "none" }}
 - Silent: {{ "{:,}".format(f.silent) }}; with clipped samples: {{ "{:,}".format(f.clipped) }}
+{% if f.rms_db %}
+- Level (5 %, median, 95 %): {{ f.rms_db|join(", ") }} dB re full scale
+{% endif %}
 - Problems in the report of the build: {{ "no report is next to the file" if f.problems is undefined else f.problems }}
 
 ## Settings and digests{{ of }}

@@ -59,7 +59,10 @@ def round_settings(
     if not isinstance(settings, TrainSettings):
         if wrong := sorted(set(_NETWORK_SETTINGS) & set(settings or {})):
             raise UsageError("a round cannot change the network", code="net-is-fixed", found=", ".join(wrong))
-        before = settings_from(champion.record.get("settings", {}))
+        try:
+            before = settings_from(champion.record.get("settings", {}))
+        except (UsageError, TypeError):
+            before = TrainSettings()
         usual = {"epochs": -(-before.epochs // 3), "learning_rate": max(before.learning_rate / 4, 1e-9)}
         settings = settings_from(asdict(before) | usual | dict(settings or {}))
     nets = [member.settings for member in champion.members if isinstance(member, LeakNet)]

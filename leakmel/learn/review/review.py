@@ -122,6 +122,10 @@ class ReviewRecordings:
     def __len__(self) -> int:
         return len(self.table)
 
+    def __repr__(self) -> str:
+        left = f"; {self.rejected:,} others cannot be read" if self.rejected else ""
+        return f"{len(self):,} recordings of {show_path(self.folder)}{left}"
+
     @cached_property
     def recordings(self) -> list[Any]:
         "The rows of the table as named tuples, with their number as `Index`."
@@ -592,6 +596,9 @@ _STATUS = """<div role='status' style='padding:2px 8px;line-height:1.5;overflow-
 Restart it and run the notebook again; all earlier decisions are in the table.</div></div>"""
 
 
+_NO_SCORES = "<div style='opacity:0.75'>No score per segment: no model was given.</div>"
+
+
 def _sound_html(session: ReviewSession, r: Any, band_pass: bool, about: str = "") -> str:
     "Return player and spectrogram of a recording; with a text about it, a player that starts at once."
     try:
@@ -602,7 +609,7 @@ def _sound_html(session: ReviewSession, r: Any, band_pass: bool, about: str = ""
     if about:
         return player_html(wav, about, autoplay=True)
     svg = spectrogram_svg(recording, r.segment_scores, r.threshold, r.segment_s)
-    return player_html(wav, text, svg, recording.duration_s)
+    return player_html(wav, text, svg, recording.duration_s) + _NO_SCORES * (not r.segment_scores)
 
 
 class ReviewApp:
@@ -619,6 +626,9 @@ class ReviewApp:
         if self.controls:
             self._make_widgets()
             self.show()
+
+    def __repr__(self) -> str:
+        return f"ReviewApp({self.session!r})"
 
     def _ipython_display_(self) -> None:
         from IPython.display import HTML, display
