@@ -785,7 +785,7 @@ def test_finished_trial_without_record_is_not_trained_again(
         ({"space": {}}, "nothing-to-search", "{}"),
         ({"space": {"channels": [[4, 8]]}}, "invalid-range", "channels"),
         ({"space": {"channels": [[4, 8], [0]]}}, None, "channels"),
-        ({"space": {"batch_size": [128, 256, 128]}}, "invalid-range", "twice"),
+        ({"space": {"batch_size": [128, 256, 128]}}, "invalid-range", "a choice is listed twice;"),
         ({"trials": 0}, "out-of-range", "trials"),
         ({"hours": -1.0}, "out-of-range", "hours"),
         ({"hours": math.nan}, "out-of-range", "hours"),
