@@ -766,7 +766,7 @@ def retrain(
     human_labels: str | os.PathLike | None = None,
     # selects the best epoch and the thresholds; None: the last epoch, thresholds 0.5
     validation: Part | None = None,
-    # TrainSettings, or changes by name to these: those of the champion, a third of the epochs, a quarter of the learning rate
+    # None: those of the champion, a third of the epochs, a quarter of the learning rate; a mapping changes these; or TrainSettings
     settings: TrainSettings | Mapping[str, Any] | None = None,
     rules: RoundRules | None = None,  # None: the defaults
     group: Group = "sensor",  # groups of the test recordings that are resampled as a whole
