@@ -711,9 +711,7 @@ def search(
     "Search the settings of a training on validation; an interrupted search is resumed. Trials of several processes depend on the order in which they end."
     pruning = {"prune_after": prune_after, "prune_epochs": prune_epochs}
     if resume not in RESUME:
-        raise UsageError(
-            "unknown resume", code="unknown-value", found=repr(resume), expected=", ".join(RESUME)
-        )
+        raise UsageError("unknown resume", code="unknown-value", found=resume, expected=", ".join(RESUME))
     for name, value in {"trials": trials, "again": again, **pruning, "hours": hours}.items():
         kinds = (int, float, type(None)) if name == "hours" else (int,)
         if type(value) not in kinds or value is not None and not int(name == "trials") <= value < math.inf:
