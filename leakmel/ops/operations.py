@@ -489,7 +489,8 @@ class Correlate(Operation):
         raise UsageError(
             "the speed of the wave is not given, or not by one way",
             code="conflicting-parameters",
-            expected="the measured speed (speed_m_s), or material, diameter_mm and wall_mm",
+            expected="either the speed (speed_m_s), or material, diameter_mm and wall_mm",
+            remedy="give the measured speed if there is one",
         )
 
     def __call__(self, run: Run) -> Outcome:

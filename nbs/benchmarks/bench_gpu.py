@@ -251,7 +251,7 @@ def gpu_table(
         return "not measured"
     lines = ["REHEARSAL: the figures below are not meaningful"] if figures["rehearsal"] else []
     lines += [] if figures.get("finished", True) else ["UNFINISHED: the run was stopped before its end"]
-    shown = [c for c in figures["checks"] if c["key"] in ("gpu", "bus") or c["key"].startswith("engine_")]
+    shown = [c for c in figures["checks"] if c["key"] == "gpu" or c["key"].startswith("engine_")]
     lines += [f"{c['title']}: {c['found']}" for c in shown if c["status"] != "missing"]
     rows: list[tuple[str, ...]] = [
         ("build", "files/s", "range", "work only", "first batch s", "CPU s", "GB/s in")

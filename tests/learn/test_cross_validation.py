@@ -360,6 +360,7 @@ def test_command_line(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*words[:-5], "--seeds", "2", "--detector", "spectral", "--json"]) == 2
     body = json.loads(capsys.readouterr().out)
     assert body["code"] == "invalid-arguments"
+    assert "Add one of them, or leave the option out" in body["error"]
 
 
 @each("mode", ["--cross-validate", "--learning-curve"])

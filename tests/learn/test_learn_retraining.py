@@ -642,7 +642,7 @@ def test_folder_of_a_champion_is_not_reused(networks, tmp_path, monkeypatch):
     by_rule(monkeypatch, False)
     for damaged in (b"", b"{", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"human_labels": [1]}'):
         (won.folder / RECORD).write_bytes(damaged)
-        with raises("not-a-round", path=won.folder / RECORD):
+        with raises("not-a-round", path=won.folder / RECORD, says="are then not known"):
             retrain(**given_)
     (won.folder / RECORD).unlink()
     for _ in range(2):
@@ -939,7 +939,7 @@ def test_damaged_record_is_reported(tmp_path, wrong):
         finish_interrupted_round(tmp_path)
     for content in (b"", b"{", b"[]", b"\xff", b"[" * 100_000):
         write_whole(path, content, sync=False)
-        with raises("not-a-round", path=path, says="are then not known"):
+        with raises("not-a-round", path=path, says="the champion before this round stays"):
             finish_interrupted_round(tmp_path)
     assert read_lineage(tmp_path) == lineage
     write_whole(path, json.dumps(record | {"challenger": own}).encode(), sync=False)

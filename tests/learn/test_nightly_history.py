@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from each import each
 
-from leakmel.core.errors import DataError, LeakmelError
+from leakmel.core.errors import DataError, LeakmelError, SpaceError
 from leakmel.learn.nightly.history import HISTORY_FILE, HistoryEntry, History
 from leakmel.learn.nightly.nights import Budget, Evidence, read_visits, record_run, sensor_table
 
@@ -261,6 +261,11 @@ def test_rows_are_written_in_a_transaction_only(tmp_path):
     with History(tmp_path) as history, pytest.raises(DataError):
         history.set_meta("budget", "9.0")
     assert run(tmp_path, scored_nights(2)) == 4
+    with History(tmp_path) as history:
+        history.query("PRAGMA max_page_count = 1")  # as on a full disk: no less than the pages in use
+        history.begin()
+        with pytest.raises(SpaceError, match="no room left for the history"):
+            record_run(history, scored_nights(30), Budget(), None)
 
 
 _KILLED_AFTER_COMMIT = """

@@ -214,14 +214,15 @@ def test_scores_that_a_spreadsheet_saved(folder, tmp_path, d):
 
 def test_files_of_people_are_never_replaced(folder, tmp_path):
     (tmp_path / "mine.csv").write_text("path,label\n")
-    for out, code in (
-        (tmp_path / "mine.csv", "other-file-in-the-way"),
-        (folder / "new.csv", "output-in-source"),
-        (tmp_path / "new.txt", "not-csv"),
+    for out, code, says in (
+        (tmp_path / "mine.csv", "other-file-in-the-way", "may hold labels by people"),
+        (folder / "new.csv", "output-in-source", "lies inside the folder"),
+        (tmp_path / "new.txt", "not-csv", "a CSV file"),
     ):
         with pytest.raises(LeakmelError) as e:
             lm.suggest(folder, made_detector(), n=3, out=out, **QUIET)
         assert e.value.code == code
+        assert says in str(e.value)
     (tmp_path / "plain.csv").write_text("path,label\na.wav,LEAK\n")
     with pytest.raises(LeakmelError) as e:
         lm.suggest(folder, made_detector(), n=3, earlier=[tmp_path / "plain.csv"], **QUIET)

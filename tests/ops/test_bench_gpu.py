@@ -171,7 +171,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now_s, self.seconds, self.built = 0.0, 1.0, list[str]()
-        keys = ["engine_triton", "engine_torch_cuda", "engine_cpu", "gpu", "bus", "compiled"]
+        keys = ["engine_triton", "engine_torch_cuda", "engine_cpu", "gpu", "compiled"]
         self.status = dict.fromkeys(keys, "ok")
         self.fails: Callable[[str], bool] = lambda name: False
         time = types.SimpleNamespace(monotonic=lambda: self.now_s)
@@ -357,7 +357,7 @@ def test_invalid_arguments_are_usage_errors(tmp_path):
 def test_the_table_has_the_figures_that_matter(tmp_path, machine):
     text = gpu_table(bench_gpu(tmp_path))
     assert "REHEARSAL" not in text
-    for words in ("engine_triton: engine_triton found", "bus found", "1,000  1,000-1,000", "2,000", "2.0"):
+    for words in ("engine_triton: engine_triton found", "gpu found", "1,000  1,000-1,000", "2,000", "2.0"):
         assert words in text, words
     assert gpu_table(None) == "not measured"
 

@@ -433,7 +433,7 @@ def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> Non
             found="; ".join(f"{n}: {plan.get(n)}, here {here}" for n, here in others.items()),
             remedy="join with the installation that built the parts",
         )
-    remedy = f"restore the table, or remove {errors.show_path(folder)} and build all parts again"
+    remedy = f"restore the table; or, to use the new one, remove {errors.show_path(folder)} and build all parts again"
     require_same_table(manifest.table_path, plan["table"], remedy)
 
 
@@ -663,12 +663,13 @@ def build(
     pipeline: PipelineConfig
     | None = None,  # speed settings; None: the defaults, not those that tune measured
     manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
-    check: int
-    | None = 64,  # rows to recompute in float64 before publishing, on a cluster 8 a part; None: all
+    # rows to recompute in float64 before publishing (on a cluster at least 8 for each part); None: all
+    check: int | None = 64,
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # store the short segments too, as float32 from -1 to 1: many times the bytes of the mels
     fresh: bool = False,  # compute every row; ignore interrupted builds and existing data sets
-    labels: LabelTable | None = None,  # labels by people (labels.csv), which replace all others
+    # labels by people (labels.csv), which replace those of folders, names or a table
+    labels: LabelTable | None = None,
     # an Executor, a Dask client or the address of a scheduler: it builds parts of the data set
     cluster: Cluster | None = None,
     upload: str | None = None,  # URL of a folder, like s3://BUCKET/FOLDER: the data set is stored there too

@@ -135,7 +135,10 @@ def _checked_target(path: str | os.PathLike) -> Path:
     require_kind(target, "file of embeddings", _is_embeddings)
     if target.parent.exists() and not os.access(target.parent, os.W_OK | os.X_OK):
         raise OutputError(
-            "the output folder cannot be written", code="output-not-writable", path=target.parent
+            "the output folder cannot be written",
+            code="output-not-writable",
+            path=target.parent,
+            remedy="choose another folder or change its permissions",
         )
     return target
 
@@ -186,6 +189,7 @@ def load_embeddings(path: str | os.PathLike) -> Embeddings:
             code="invalid-embeddings",
             path=where,
             found=show_path((str(e) or type(e).__name__).splitlines()[0][:120]),
+            remedy="write it again with leakmel similar --store",
         ) from e
 
 # %% ../../../nbs/learn/embed/embed.ipynb #2e395ff3
@@ -331,7 +335,10 @@ def embed_rows(
                 vectors.append(embedder.finish(sums / counts[:, None]))
                 if not np.isfinite(vectors[-1]).all():
                     raise DataError(
-                        "some embeddings are not finite", code="invalid-features", path=source.path
+                        "some embeddings are not finite",
+                        code="invalid-features",
+                        path=source.path,
+                        remedy="check the data set with leakmel verify",
                     )
                 bar.update(bar.n_done + len(counts))
     return Embeddings(
@@ -373,7 +380,7 @@ def require_used(
             "the features are those of the detector, the data set or the embeddings: no others can be chosen",
             code=code,
             found=", ".join(wrong),
-            remedy="leave sample rate, length and other features out",
+            remedy="leave sample rate, length and other features out, or compute the embeddings again",
         )
 
 
@@ -599,14 +606,18 @@ def similar(
     embedder = open_embedder(detector, found.spec)
     if embedder.identity != found.identity:
         text = "the embeddings were computed with another model or other features"
-        remedy = "compute them again"
+        remedy = "name the model that computed them, or compute them again"
         given = {"found": found.kind, "expected": embedder.name, "remedy": remedy}
         raise DataError(text, code="other-embeddings", path=found.sources[0], **given)
     own = embed_recordings(listed(path.parent, [os.fsencode(path.name)]), embedder, **given)
     if not len(own):
         why = own.rejections[0]
         raise DataError(
-            f"the recording cannot be used: {why.message}", code="query-rejected", path=path, found=why.code
+            f"the recording cannot be used: {why.message}",
+            code="query-rejected",
+            path=path,
+            found=why.code,
+            remedy="give a recording of at least one long segment",
         )
     if found.vectors.shape[1:] != own.vectors.shape[1:]:
         sizes = {"found": found.vectors.shape, "expected": own.vectors.shape[1]}
@@ -614,6 +625,7 @@ def similar(
             "the vectors do not have the length of their kind",
             code="invalid-embeddings",
             path=found.sources[0],
+            remedy="compute them again",
             **sizes,
         )
     numbers, distances = nearest(found.vectors, own.vectors[0].astype(np.float64), k)

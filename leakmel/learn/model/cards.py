@@ -63,6 +63,7 @@ class Card:
                     "the path exists and is not a card of leakmel, so it is not replaced",
                     code="other-file-in-the-way",
                     path=target,
+                    remedy="choose another folder (--out), or move it elsewhere",
                 )
         with write_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,10 @@ def pick_device(name: str = "auto", *, registered: bool = False) -> str:
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found[1] == "cuda" and number >= n:
         raise UsageError(
-            "there is no such GPU on this machine", code="no-device", found=f"{name!r}, {n} GPUs"
+            "there is no such GPU on this machine",
+            code="no-device",
+            found=f"{name!r}, {n} GPUs",
+            remedy="use device='cpu'",
         )
     return f"{found[1]}:{number}"
 
@@ -202,6 +205,7 @@ def load_plain(path: str | os.PathLike) -> dict[str, Any]:
                         code="damaged-file",
                         path=path,
                         found=f"{os.fstat(f.fileno()).st_size:,} bytes",
+                        remedy="copy the file again, or train again",
                     )
                 content += f.read()
             return dict(torch.load(io.BytesIO(unsealed(content)), map_location="cpu", weights_only=True))

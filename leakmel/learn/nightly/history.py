@@ -168,11 +168,8 @@ class History:
             name = getattr(e, "sqlite_errorname", "")
             for begins, (code, message) in _ERRORS.items():
                 if name.removeprefix("SQLITE_").startswith(tuple(begins.split())):
-                    raise (
-                        SpaceError
-                        if code == "no-space"
-                        else OutputError(message, code=code, path=self.path, found=name)
-                    ) from e
+                    kind = SpaceError if code == "no-space" else OutputError
+                    raise kind(message, code=code, path=self.path, found=name) from e
             raise _refused(self.path, f"the file is damaged ({e})") from e
 
     def _prepare(self, exists: bool) -> None:
@@ -351,6 +348,7 @@ def export_history(
             path=state,
             found=repr(to),
             expected="parquet",
+            remedy="leave the format out; the package datasets reads the tables, too: load_dataset('parquet', data_files=...)",
         )
     require_package("pyarrow")
     if not is_state_folder(state):

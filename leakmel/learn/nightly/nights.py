@@ -494,10 +494,11 @@ def reference_of_data_set(path: str | os.PathLike, detector: Detector) -> Refere
         (ds,) = recordings.sources
         if wrong := spec_differences(required_spec(detector), ds.spec):
             raise DataError(
-                "the features of the reference are not those of the model, as in its training set",
+                "the features of the reference are not those of the model",
                 code="features-differ",
                 path=path,
                 found=", ".join(wrong),
+                remedy="give the training set of the model, or a data set with its features",
             )
         usable = np.flatnonzero(~ds.files["silent"].to_numpy(bool)[recordings.rows])
         chosen = usable[np.unique(np.linspace(0, len(usable) - 1, min(len(usable), 2000)).astype(int))]

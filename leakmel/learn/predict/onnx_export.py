@@ -347,6 +347,7 @@ def check_recordings(
             code="no-recordings",
             path=folder,
             found=f"{len(chosen):,} recordings, all shorter than {spec.duration_s:g} s or rejected",
+            remedy="give a folder of recordings of the model's length",
         )
     labels = [label_in(done.scored.paths[i]) for i in rows]
     known = [k for k in range(len(task.class_names)) if task.to_model[k] != LEFT_OUT]
@@ -375,7 +376,11 @@ def divide_recordings(
         compared = {x.tobytes() for x in apart.samples}
         ranges = [k for k in range(n) if given.samples[k].tobytes() not in compared]
         if not ranges:
-            raise UsageError("check needs other recordings than those for the ranges of int8", code="usage")
+            raise UsageError(
+                "check needs other recordings than those for the ranges of int8",
+                code="usage",
+                remedy="give other recordings, or leave check out: the recordings are divided then",
+            )
         return given.samples[ranges], apart
     if n < 2:
         raise DataError(
@@ -500,7 +505,9 @@ def compare_model(
             code="program-differs",
             found=f"{found}, wrong in {int((~is_right).sum()):,} of {len(right):,} {right.source}",
             expected=f"at most {tolerance:g} ({segment_tolerance:g}) apart",
-            remedy="report this error" if is_exact else "leave int8 out, or give more recordings",
+            remedy="use the detector itself (leakmel predict), and report this error"
+            if is_exact
+            else "leave int8 out, or give more recordings",
         )
     return OnnxCheck(
         source=right.source,
@@ -625,7 +632,11 @@ def export_onnx(
             "int8 needs a folder of typical recordings (recordings=, --recordings)", code="usage"
         )
     if check is not None and not int8:
-        raise UsageError("check measures the loss of int8: add int8", code="unused-option")
+        raise UsageError(
+            "check measures the loss of int8, and int8 was not asked for",
+            code="unused-option",
+            remedy="add int8, or give the folder as recordings",
+        )
     for package in ("onnx", "onnxruntime", "onnxscript"):
         require_package(package)  # a missing package is an error now, not after the work
     from onnx.helper import set_model_props

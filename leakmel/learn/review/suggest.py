@@ -158,20 +158,26 @@ SUGGESTION_COLUMNS = (
 def check_suggestions_file(out: str | os.PathLike, folder: Path) -> Path:
     "Refuse a target that is no CSV file, lies among the recordings or is another file, which may hold labels; raises OutputError."
     target = Path(os.path.abspath(out))
-    is_inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder))
-    for code, is_refused, remedy in (
-        ("not-csv", target.suffix.lower() != ".csv", "choose a name that ends in .csv"),
-        ("output-in-source", is_inside, "choose a path outside the folder of the recordings"),
-        (
-            "other-file-in-the-way",
-            os.path.lexists(target),
-            "choose a new name; give this file as an earlier one",
+    refused = {
+        "not-csv": (
+            target.suffix.lower() != ".csv",
+            "suggestions are written to a CSV file",
+            "choose a name that ends in .csv",
         ),
-    ):
+        "output-in-source": (
+            Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder)),
+            "the output lies inside the folder of the recordings",
+            "choose a path outside that folder",
+        ),
+        "other-file-in-the-way": (
+            os.path.lexists(target),
+            "the file exists, and a table of suggestions may hold labels by people",
+            "choose a new name, and give the file as an earlier table of suggestions",
+        ),
+    }
+    for code, (is_refused, message, remedy) in refused.items():
         if is_refused:
-            raise OutputError(
-                "suggestions cannot be written to this path", code=code, path=target, remedy=remedy
-            )
+            raise OutputError(message, code=code, path=target, remedy=remedy)
     return target
 
 
