@@ -109,7 +109,7 @@ class RunRecord:
     "Reports, timelines and data sets in the folder of a run."
 
     folder: Path
-    # as `dataset.report` writes them, by file name of the data set, the largest first
+    # contents of FILE.report.json, by file name of the data set, the largest first
     reports: dict[str, dict[str, Any]] = field(repr=False)
     # by file name of the data set, as `joined_timelines` returns them
     timelines: dict[str, Timeline] = field(repr=False)

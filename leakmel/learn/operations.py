@@ -307,20 +307,28 @@ class Train(_Training):
         "Refuse options that cannot be combined, and those that a command would ignore."
         resampled = self.cross_validate or self.learning_curve
         is_stray = not resampled and not run.keeps
-        belongs = "belongs to --cross-validate and --learning-curve: add one of them, or leave the option out"
-        one = "cannot be combined with --cross-validate or several groups: name one column in --group"
+        add = "add one of them, or leave the option out"
         refused = {
-            f"The option --folds {belongs}": is_stray and self.n_folds is not None,
-            f"The option --seeds {belongs}": is_stray and self.seeds is not None,
-            f"The option --learning-curve {one}": self.learning_curve
-            and (self.cross_validate or self._is_several),
-            "The option --report belongs to a cross-validation by one group; other figures are pages anyway": resampled
-            and self.report
-            and (self.learning_curve or self._is_several),
+            "folds belongs to --cross-validate and --learning-curve": (
+                is_stray and self.n_folds is not None,
+                add,
+            ),
+            "seeds belongs to --cross-validate and --learning-curve": (
+                is_stray and self.seeds is not None,
+                add,
+            ),
+            "learning-curve cannot be combined with --cross-validate or several groups": (
+                self.learning_curve and (self.cross_validate or self._is_several),
+                "leave out --cross-validate, and name one column in --group",
+            ),
+            "report belongs to a cross-validation by one group": (
+                resampled and self.report and (self.learning_curve or self._is_several),
+                "leave it out: the figure is written as a page anyway",
+            ),
         }
-        for text, holds in refused.items():
+        for text, (holds, remedy) in refused.items():
             if holds:
-                raise UsageError(text, code="invalid-arguments")
+                raise UsageError(f"The option --{text}", code="invalid-arguments", remedy=remedy)
         if resampled and not run.keeps:
             unused = {
                 "--resume": self.resume != "auto",

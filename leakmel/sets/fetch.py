@@ -367,7 +367,7 @@ def convert(
                 code="set-changed",
                 path=s.name,
                 found=f"folders {', '.join(places[:5])}" if found else "no file with a name of this set",
-                expected=f"folders or archives with names like Leak and No-Leak; for the names of files {s.group_rule}",
+                expected=f"folders or archives of {', '.join(s.labels)} with names like Leak and No-Leak; for the names of files {s.group_rule}",
                 remedy=f"give the archives, or the folder of those of all labels, with their names as on {s.page}",
             )
         joined = join_by_content(labelled)

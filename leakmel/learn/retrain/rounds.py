@@ -58,7 +58,12 @@ def round_settings(
     """
     if not isinstance(settings, TrainSettings):
         if wrong := sorted(set(_NETWORK_SETTINGS) & set(settings or {})):
-            raise UsageError("a round cannot change the network", code="net-is-fixed", found=", ".join(wrong))
+            raise UsageError(
+                "a round cannot change the network",
+                code="net-is-fixed",
+                found=", ".join(wrong),
+                remedy="leave these settings out",
+            )
         try:
             before = settings_from(champion.record.get("settings", {}))
         except (UsageError, TypeError):
@@ -164,6 +169,7 @@ def labels_by_content(recordings: Segments, labels: np.ndarray) -> dict[str, int
                 code="labels-contradict",
                 path=recordings.sources[0].path,
                 found=show_path(recording_paths(recordings)[i]),
+                remedy="remove it, or its copies, from the table",
             )
     return found
 
@@ -298,6 +304,7 @@ def draw_replay(old: Segments, share: float = 0.5, seed: int = 0, round_number: 
                 f"the replay data hold no recording of the class {show_path(name)}",
                 code="class-missing",
                 path=old.sources[0].path,
+                remedy="replay the data set that the detector was trained on",
             )
         drawn[rng.permutation(mine)[: max(1, round(share * len(mine)))]] = True
     return drawn
@@ -514,7 +521,7 @@ def items_record(
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #f2cceca1
 @contextmanager
-def record_errors(path: Path) -> Iterator[None]:
+def record_errors(path: Path, remedy: str) -> Iterator[None]:
     "Raise a DataError for an error in reading the record of a round."
     try:
         yield
@@ -524,7 +531,7 @@ def record_errors(path: Path) -> Iterator[None]:
             code="not-a-round",
             path=path,
             found=f"{type(e).__name__}: {show_path(str(e)[:100])}",
-            remedy="restore it from a copy, or move it away: decision and labels of this round are then not known",
+            remedy=remedy,
         ) from e
 
 
@@ -538,7 +545,9 @@ def earlier_labels(folder: Path, champions: Sequence[Champion], task: Task) -> d
             text = f"{show_path(path)} is missing: the labels by people of this round are not known"
             warnings.warn(text, stacklevel=3)
             continue
-        with record_errors(path):
+        with record_errors(
+            path, "restore it from a copy, or move it away: its labels by people are then not known"
+        ):
             given = ((p["content"], p["class"]) for p in read_own_json(path)["human_labels"])
             found |= {content: known[name] for content, name in given if content and name in known}
     return found
@@ -608,8 +617,9 @@ def finish_interrupted_round(folder: Path) -> Lineage | None:
     number = max(files.finished_rounds(folder), default=0)
     if lineage is None or number <= lineage.current.round:
         return lineage
+    remedy = "move the folder of this round away; the champion before this round stays champion"
     path = round_folder(folder, number) / files.RECORD
-    with record_errors(path):
+    with record_errors(path, remedy):
         record = read_own_json(path)
         if not record["replaced"] or record["champion"] != asdict(lineage.current):
             return lineage
@@ -720,7 +730,7 @@ def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.
             code="another-champion",
             path=folder,
             found=repr(lineage),
-            remedy="leave it out, or name another folder",
+            remedy="use champion=None to continue with the champion of the folder, or name another folder",
         )
     return load_detector(files.champion_file(folder))
 
@@ -734,6 +744,7 @@ def _check_test_set(folder: Path, lineage: Lineage | None, parts: Mapping[str, S
                 f"all recordings of {name} belong to one class, but leaks and others are needed",
                 code="class-missing",
                 found=f"{int(is_leak.sum()):,} leaks in {len(is_leak):,} recordings",
+                remedy="use test recordings of both classes",
             )
     digest = digest_of(part_digest(parts["testing"]).encode())
     if lineage is not None and lineage.testing != digest:
@@ -741,13 +752,14 @@ def _check_test_set(folder: Path, lineage: Lineage | None, parts: Mapping[str, S
             "the champion was evaluated on other test recordings",
             code="another-test-set",
             path=folder,
-            remedy="use them, or another folder",
+            remedy="use the same test recordings in all rounds, or start in another folder",
         )
     return digest
 
 
 def retrain(
-    champion: Detector | str | os.PathLike | None,  # first champion, or its file; later None: that of `out`
+    # first champion, its file or folder; in later rounds None: the current champion of `out`
+    champion: Detector | str | os.PathLike | None,
     new_data: Part,  # recordings to train on; their labels are not read
     *,
     replay: Part,  # old training recordings, of which a share is replayed
@@ -755,8 +767,9 @@ def retrain(
     out: str | os.PathLike,  # folder of all rounds
     # table with path and label of new recordings; these labels override predicted ones
     human_labels: str | os.PathLike | None = None,
-    validation: Part | None = None,  # selects the best epoch and the thresholds; None: the last one, 0.5
-    # None: those of the champion, a third of the epochs, a quarter of the learning rate; names change these
+    # selects the best epoch and the thresholds; None: the last epoch, thresholds 0.5
+    validation: Part | None = None,
+    # None: those of the champion, a third of the epochs, a quarter of the learning rate; a mapping changes these; or TrainSettings
     settings: TrainSettings | Mapping[str, Any] | None = None,
     rules: RoundRules | None = None,  # None: the defaults
     group: Group = "sensor",  # groups of the test recordings that are resampled as a whole

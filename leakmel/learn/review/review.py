@@ -192,7 +192,7 @@ def review_recordings(
     model: str | os.PathLike | Detector | None = None,  # as for `predict`; None: no scores of a detector
     *,
     tables: Sequence[str | os.PathLike] = (),  # scores.csv of `leakmel predict`, cross_validation.csv
-    manifest: Manifest | None = None,  # result of `scan`: the embed.listed recordings only, with its labels
+    manifest: Manifest | None = None,  # result of `scan`: the listed recordings only, with its labels
     leak_label: str = "",  # "": the detector's, or LEAK
     device: str = "auto",
     progress: str = "auto",
@@ -783,7 +783,7 @@ def review(
     tables: Sequence[str | os.PathLike] = (),
     leak_label: str = "",  # "": the detector's, or LEAK
     other_label: str = "",  # of recordings without a leak; "": as in the folder, or NOLEAK
-    manifest: Manifest | None = None,  # result of `scan`: the embed.listed recordings only, with its labels
+    manifest: Manifest | None = None,  # result of `scan`: the listed recordings only, with its labels
     seed: int = 0,  # of the random queue
     device: str = "auto",  # "auto", "cpu", "cuda" or "cuda:1"
     controls: bool | None = None,  # show buttons; None: only in an interactive session

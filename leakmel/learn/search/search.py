@@ -64,8 +64,8 @@ _NOT_SEARCHED = {
     **dict.fromkeys(sorted(SPEED_ONLY), "it changes the speed only, not the weights"),
 }
 _SYNTAX = (
-    '[low, high], {"low": ..., "high": ..., "log": true} with low below high, above 0 if log, or at least '
-    'two values, none of them twice: a list, or {"choices": [...]}'
+    '[low, high], {"low": ..., "high": ..., "log": true} with low below high, both whole for a whole number, '
+    'above 0 if log, or at least two values, none of them twice: a list, or {"choices": [...]}'
 )
 
 
@@ -75,6 +75,7 @@ def _distribution(name: str, given: Any) -> Any:
     is_number = bool not in kinds and (int in kinds or float in kinds)
     tools = import_optuna().distributions
     written = given
+    why = ""
     if isinstance(given, (list, tuple)):
         is_range = is_number and len(given) == 2 and all(type(v) in (int, float) for v in given)
         written = dict(zip(("low", "high"), given)) if is_range else {"choices": given}
@@ -318,10 +319,21 @@ def resume_state(folder: Path, identity: Mapping[str, Any], resume: str) -> list
     """
     found = read_state(folder)
     if found is None and resume == "always":
-        raise DataError("the folder has no search to resume", code="nothing-to-resume", path=folder)
+        raise DataError(
+            "the folder has no search to resume",
+            code="nothing-to-resume",
+            path=folder,
+            remedy="run again without resume='always' to start a new search",
+        )
     names = (MODEL, "summary.json", HISTORY, TRIALS, "trials.csv", "checkpoints")
     if found is None and (present := ", ".join(n for n in names if os.path.lexists(folder / n))):
-        raise OutputError("no search wrote these files", code="output-exists", path=folder, found=present)
+        raise OutputError(
+            "no search wrote these files",
+            code="output-exists",
+            path=folder,
+            found=present,
+            remedy="choose another folder, or move it elsewhere",
+        )
     if found is None or resume == "never":
         for path in (folder / TRIALS).glob("[0-9]*"):
             rmtree(path, ignore_errors=True)
@@ -335,7 +347,7 @@ def resume_state(folder: Path, identity: Mapping[str, Any], resume: str) -> list
             code="another-run-in-folder",
             path=folder,
             found="; ".join(changed),
-            remedy="resume it with its data, settings and space, or replace it (resume='never')",
+            remedy="resume it with its data, settings and space, replace it (resume='never'), or choose another folder",
         )
     return trials
 
@@ -705,9 +717,7 @@ def search(
     "Search the settings of a training on validation; an interrupted search is resumed. Trials of several processes depend on the order in which they end."
     pruning = {"prune_after": prune_after, "prune_epochs": prune_epochs}
     if resume not in RESUME:
-        raise UsageError(
-            "unknown resume", code="unknown-value", found=repr(resume), expected=", ".join(RESUME)
-        )
+        raise UsageError("unknown resume", code="unknown-value", found=resume, expected=", ".join(RESUME))
     for name, value in {"trials": trials, "again": again, **pruning, "hours": hours}.items():
         kinds = (int, float, type(None)) if name == "hours" else (int,)
         if type(value) not in kinds or value is not None and not int(name == "trials") <= value < math.inf:
@@ -715,7 +725,13 @@ def search(
     began = time.monotonic()
     base = replace(settings or TrainSettings(), detector="cnn")
     if settings is not None and settings.detector not in ("auto", "cnn"):
-        raise UsageError("a search trains networks only", code="wrong-value", found=repr(settings.detector))
+        raise UsageError(
+            "a search trains networks only",
+            code="wrong-value",
+            found=f"detector {settings.detector!r}",
+            expected="detector 'cnn', or 'auto' to leave it open",
+            remedy="train this kind without a search (leakmel train)",
+        )
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     searched = read_space(space, base)
     folder = user_path(out)
@@ -723,7 +739,11 @@ def search(
     how |= dict(training=training, validation=validation, split=split, allow_leaky_split=allow_leaky_split)
     with state.open_training(settings=replace(base, preload_to_ram=False), progress=show, **how) as data:
         if data.validation is None:
-            raise UsageError("a search needs recordings for validation", code="validation-missing")
+            raise UsageError(
+                "a search needs recordings for validation",
+                code="validation-missing",
+                remedy="pass validation=, or a split with a validation part",
+            )
         base = with_length(base, len(data.training))
         own = {"space": space_to_json(searched), "pruning": list(pruning.values())}
         identity = json.loads(json.dumps(state.training_identity(data, base) | own))
