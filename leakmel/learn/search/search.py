@@ -75,7 +75,6 @@ def _distribution(name: str, given: Any) -> Any:
     is_number = bool not in kinds and (int in kinds or float in kinds)
     tools = import_optuna().distributions
     written = given
-    why = ""
     if isinstance(given, (list, tuple)):
         is_range = is_number and len(given) == 2 and all(type(v) in (int, float) for v in given)
         written = dict(zip(("low", "high"), given)) if is_range else {"choices": given}
