@@ -2044,6 +2044,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'leakmel/insight/explore.py'),
                                          'leakmel.insight.explore.filter_text': ( 'insight/explore.html#filter_text',
                                                                                   'leakmel/insight/explore.py'),
+                                         'leakmel.insight.explore.loudest_hz': ( 'insight/explore.html#loudest_hz',
+                                                                                 'leakmel/insight/explore.py'),
                                          'leakmel.insight.explore.mel_columns': ( 'insight/explore.html#mel_columns',
                                                                                   'leakmel/insight/explore.py'),
                                          'leakmel.insight.explore.open_explorer': ( 'insight/explore.html#open_explorer',
