@@ -178,17 +178,18 @@ def publish(
         if synced is not None:
             synced.result()
     with span("publish"):
-        if report is not None:
-            note_columns(job, job.file.partial, run.manifest.label_names)
         stamps = stamps_at_build(job.listing, job.good, ctimes_ns, job.rejected, run.began_ns, job.folders)
-        for old in report_paths(target):  # a report of an earlier data set must not stay next to this one
-            with suppress(IsADirectoryError):  # that fails when the report is written
-                old.unlink(missing_ok=True)
         try:
             write_state(target, job.file.partial, digest, stamps)
         except OutputError as e:
             text = "the state file of %s cannot be written, so the next build reads all recordings again: %s"
             log.warning(text, target, e)
+        del stamps, ctimes_ns  # the columns take their place in memory
+        if report is not None:
+            note_columns(job, job.file.partial, run.manifest.label_names)
+        for old in report_paths(target):  # a report of an earlier data set must not stay next to this one
+            with suppress(IsADirectoryError):  # that fails when the report is written
+                old.unlink(missing_ok=True)
         job.file.publish(sync=False)
         if job.journal is not None:
             job.journal.close(remove=True)
