@@ -31,7 +31,7 @@ from leakmel.insight.page_figures import MAX_PLAYED_S, as_float, filled, playbac
 from leakmel.insight import plots
 from leakmel.insight.plots import MAX_POINTS, SILENT_DB, Trace, f32, plain_text
 from leakmel.mel.engines import Engine, open_engine
-from leakmel.mel.spec import MelSpec, preset_values
+from leakmel.mel.spec import MelSpec, hann_periodic, preset_values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,17 +87,18 @@ class Recordings:
     def matching(self, wanted: Mapping[str, str]) -> np.ndarray:
         "Return the numbers of the rows that match a filter of FILTERS; raises UsageError if none does. Empty: any."
         fits = np.ones(len(self.table), bool)
-        named = {name: word for name, word in wanted.items() if word}
-        for name, word in named.items():
+        for name, word in ((name, word) for name, word in wanted.items() if word):
+            if word not in self.value_counts[name]:
+                raise UsageError(
+                    f"no recording has this {name}",
+                    code="no-matching-recording",
+                    found=repr(word),
+                    expected=", ".join(map(show_path, self.value_counts[name])) or "(none)",
+                )
             fits &= [word == value or name == "flag" and word in value for value in self.table[name]]
         if not fits.any():
             raise UsageError(
-                "no recording matches the filter",
-                code="no-matching-recording",
-                found=filter_text(wanted),
-                expected="; ".join(
-                    [f"{name} {', '.join(self.value_counts[name]) or '(none)'}" for name in named]
-                ),
+                "no recording matches the filter", code="no-matching-recording", found=filter_text(wanted)
             )
         return np.flatnonzero(fits)
 
@@ -270,6 +271,16 @@ def mel_columns(
     middle = np.minimum(first + each // 2, len(starts) - 1)
     return times[middle], np.maximum.reduceat(flat, first, axis=1), starts
 
+
+def loudest_hz(samples: np.ndarray, spec: MelSpec, starts: np.ndarray) -> float:
+    "Return the FFT bin between the limits of the mel bands that has the highest mean magnitude over at most 512 frames."
+    even = starts[:: -(-len(starts) // 512)]
+    windows = np.lib.stride_tricks.sliding_window_view(as_float(samples), spec.n_fft)[even]
+    levels = np.abs(np.fft.rfft(windows * hann_periodic(spec.n_fft))).mean(axis=0)
+    hz = np.fft.rfftfreq(spec.n_fft, 1 / spec.sample_rate)
+    inside = (hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz)
+    return float(hz[np.where(inside, levels, -1).argmax()])
+
 # %% ../../nbs/insight/explore.ipynb #c8a3f780
 _BAR_PLACE = dict(orientation="h", x=0.89, xanchor="center", y=0.74, yanchor="bottom", len=0.2, thickness=10)
 _COLOR_BAR = _BAR_PLACE | dict(title=dict(text="mel level (dB)", side="top"), outlinewidth=0, nticks=4)
@@ -338,16 +349,16 @@ def recording_figure(state: Explorer) -> "go.Figure":  # raises LeakmelError if 
         colorbar=_COLOR_BAR,
         hovertemplate="%{z} dB at %{x:.3f} s, %{y:.0f} Hz<extra></extra>",
     )
-    levels = picture.mean(axis=1, dtype=np.float64)
     hover = "%{x:.1f} dB at %{y:.0f} Hz<extra></extra>"
-    bands = _curve("mel bands", levels, spec.mel_hz, "#D55E00", hovertemplate=hover)
+    bands = _curve(
+        "mel bands", picture.mean(axis=1, dtype=np.float64), spec.mel_hz, "#D55E00", hovertemplate=hover
+    )
     places = {(1, 1): _wave_traces(samples, spec, segments), (2, 1): [heat], (2, 2): [bands]}
     for (row, col), traces in places.items():
         fig.add_traces(traces, [row] * len(traces), [col] * len(traces))
     _set_axes(fig, spec, segments)
     facts = state.facts
-    loudest_hz = spec.mel_hz[levels.argmax()]
-    level = f"{facts['rms_db']:.0f} dB re full scale, loudest at {loudest_hz:,.0f} Hz"
+    level = f"{facts['rms_db']:.0f} dB re full scale, loudest at {loudest_hz(samples, spec, starts):,.0f} Hz"
     title = ", sensor ".join(plain_text(facts[name]) for name in ("label", "sensor") if facts[name])
     title += f": {level if facts['rms_db'] > SILENT_DB else 'the recording is silent'}"
     fig = plots.apply_style(fig, title, _subtitle(state, status, len(starts), len(times)), 580)

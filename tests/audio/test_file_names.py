@@ -88,6 +88,7 @@ def test_block_size_does_not_change_columns(at_once: int, monkeypatch: pytest.Mo
     for field in FIELDS:
         assert np.array_equal(cut[field], right[field], equal_nan=field == "gain")
     check(paths)
+    check([b"LEAK/s~r~20210301_000001~1.wav"] * 500 + [b"LEAK/s~r~20210301_000060~1.wav"])
 
 
 def test_one_long_path_uses_little_memory() -> None:

@@ -35,7 +35,7 @@ from leakmel.core.errors import (
 from leakmel.core.locks import OutputLock
 from leakmel.dataset.file import writer
 from leakmel.dataset.file.writer import RowFile
-from leakmel.dataset.run import inputs, publish
+from leakmel.dataset.run import inputs, job, publish
 from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.job import may_resume
 from leakmel.dataset.run.pipeline import PipelineConfig
@@ -595,6 +595,14 @@ def test_a_data_set_that_is_not_replaced_keeps_its_report(tmp_path, data, old, m
     reports = {name: (tmp_path / "out" / name).read_bytes() for name in BESIDE}
     monkeypatch.setattr(publish, "check_data_set", lambda *a, **k: 1 / 0)
     fails(data, tmp_path, ZeroDivisionError)
+    monkeypatch.undo()
+
+    def broken(columns):
+        raise KeyError(f"unable to read: errno = {errno.EIO}, error message = 'Input/output error'")
+
+    monkeypatch.setattr(job, "fields", broken)  # while the columns are read back
+    for fresh in (False, True):
+        fails(data, tmp_path, MachineError, "EIO", code="io-fault", fresh=fresh)
     assert {name: (tmp_path / "out" / name).read_bytes() for name in BESIDE} == reports
 
 

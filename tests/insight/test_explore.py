@@ -33,6 +33,7 @@ from leakmel.insight.explore import (
     borders,
     envelope,
     explore_kinds,
+    loudest_hz,
     mel_columns,
     open_explorer,
     playback_part,
@@ -107,7 +108,7 @@ def test_recordings_are_found_by_filter(recordings):
         "duplicate",
     } <= set(recordings.value_counts["flag"])
     for name, word in (("label", "LEEK"), ("flag", "loud"), ("split", "training")):
-        with pytest.raises(UsageError, match=f"found {name} {word}; expected {name} "):
+        with pytest.raises(UsageError, match=f"has this {name}; found {word!r}; expected [^;]*$"):
             recordings.matching({name: word})
 
 
@@ -223,6 +224,10 @@ def test_the_figure_has_units_a_finding_and_few_points(state):
     assert max(len(t.x) for t in figure.data) <= 1900
     state.filter_recordings(split="", flag="silent")
     assert recording_figure(state).layout.title.text.endswith(": the recording is silent")
+    noise = np.random.default_rng(0).normal(0, 300, 40_960)
+    tone = 120 * np.sin(2 * np.pi * 200 * np.arange(40_960) / 4096)
+    samples = (noise + tone).astype(np.int16)  # mel bands get wider, and louder, towards high frequencies
+    assert abs(loudest_hz(samples, lm.MelSpec.preset("overlap"), np.arange(0, 40_000, 64)) - 200) <= 8
 
 
 def test_playback_is_the_selected_part_and_states_its_gain(state):
@@ -728,7 +733,7 @@ def test_initial_filter_and_spec_are_parameters(data, built, tmp_path):
     )
     state = open_explorer(given(data, spec_file=str(built), preset=None), progress="none")
     assert state.spec == lm.MelSpec.preset("overlap", n_mels=24, **FIXED)
-    with pytest.raises(UsageError, match="expected label LEAK, NOLEAK"):
+    with pytest.raises(UsageError, match="label; found .*; expected LEAK, NOLEAK"):
         open_explorer(given(data, label="LEEK"), progress="none")
     with pytest.raises(UsageError, match="no recording matches the filter; found label NOLEAK, flag clipped"):
         open_explorer(given(data, label="NOLEAK", flag="clipped"), progress="none")

@@ -311,7 +311,7 @@ def machine_fault(
     "Find a call of the system that failed in what the HDF5 library has raised: KeyError, RuntimeError and others."
     found = None if isinstance(error, LeakmelError) else _FAILED_CALL.search(str(error))
     code = int(found[1]) if found else getattr(error, "errno", None) or 0
-    if isinstance(error, LeakmelError) or code not in MACHINE_FAULTS:
+    if isinstance(error, LeakmelError) or code not in {*MACHINE_FAULTS, errno.EAGAIN}:  # EAGAIN: a lock
         return error
     return opening_error(OSError(code, os.strerror(code)), path)
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -214,8 +214,8 @@ class Job:
         keep = file.waveform_shape is not None
         self.sources: Sources | None = Sources(folder, spec, keep_samples=keep, copies=self.copies)
         self.checked = (0, 0)  # rows checked, and rows to check
-        self.columns: Columns | None = None  # of the published data set: what problems are found from
-        self.gains = np.zeros(0)  # [rows] of the published data set, by the names
+        self.columns: Columns | None = None  # of the complete data set: what problems are found from
+        self.gains = np.zeros(0)  # [rows] of the complete data set, by the names
         self.report: VerifyReport | None = None  # of the published data set
         self.published_s: float | None = None  # on the timeline's clock
         self.is_closed = False
@@ -360,6 +360,23 @@ def job_metadata(
     return meta
 
 # %% ../../../nbs/dataset/run/job.ipynb #b7380f52
+def note_columns(
+    job: Job,
+    path: Path,  # its complete file
+    label_names: tuple[str, ...],
+) -> None:  # raises MachineError, OSError
+    "Store in the job the columns that the rules of `audio.problems` need."
+    try:
+        with schema.open_file(path, examine=False) as f:
+            facts = {x.name: schema.read_column(f[f"files/{x.name}"]) for x in fields(Columns)[4:]}
+            label_ids = f[schema.LABELS][:].astype(np.int64)
+            job.gains = f["files/gain"][:]
+    except Exception as e:  # of the HDF5 library
+        raise schema.machine_fault(e, path) from e.__cause__
+    facts["silent"] = facts["silent"].astype(bool)
+    job.columns = Columns((job.listing.place,), label_names, np.zeros_like(label_ids), label_ids, **facts)
+
+
 def report_paths(target: Path) -> tuple[Path, Path]:
     "Return the paths of the timeline and the report of a data set."
     return target.with_name(f"{target.name}.timeline.json"), target.with_name(f"{target.name}.report.json")
@@ -501,6 +518,7 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
         found = "; ".join(job.report.problems[:3])
         log.warning("%s failed verification and is rebuilt: %s", errors.show_path(path), found)
         return None
+    note_columns(job, path, run.manifest.label_names)
     job.published_s = run.timeline.now_s()
     job.changes = existing.changes
     with delayed_signals():
