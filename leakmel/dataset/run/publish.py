@@ -12,10 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -31,9 +30,9 @@ from leakmel.core.files import read_own_json, replacing, sync_folder, write_erro
 from leakmel.core.monitor import mean, peak
 from leakmel.core.timeline import Timeline, write_timeline
 from leakmel.dataset.check.verify import VerifyReport, check_data_set, pick_rows
-from leakmel.dataset.file.schema import LABELS, Rejected, open_file, read_column
+from leakmel.dataset.file.schema import Rejected, open_file
 from leakmel.dataset.run.existing import stamps_at_build, stamps_of, write_state
-from leakmel.dataset.run.job import BuildContext, Job, job_metadata, report_paths
+from leakmel.dataset.run.job import BuildContext, Job, job_metadata, note_columns, report_paths
 from leakmel.dataset.source.loader import all_rejected, check_rejected_share, rejected_dict
 
 if TYPE_CHECKING:
@@ -113,30 +112,15 @@ class BuildResult:
         )
 
 # %% ../../../nbs/dataset/run/publish.ipynb #701bcd5a
-def _read_columns(job: Job, label_names: tuple[str, ...]) -> None:
-    "Read what the rules of `audio.problems` need from the published data set. Raises OutputError."
-    target = job.file.target
-    with write_errors(target), open_file(target, examine=False) as f:
-        facts = {x.name: read_column(f[f"files/{x.name}"]) for x in fields(problems.Columns)[4:]}
-        label_ids = f[LABELS][:].astype(np.int64)
-        job.gains = f["files/gain"][:]
-    facts["silent"] = facts["silent"].astype(bool)
-    job.columns = problems.Columns(
-        (job.listing.place,), label_names, np.zeros_like(label_ids), label_ids, **facts
-    )
-
-
 def split_problems(
     manifest: Manifest,
     job: Job,  # published
     jobs: Sequence[Job],  # of the run, in the order of the manifest
 ) -> tuple[problems.Problem, ...]:
     "Return the problems of a split's recordings, without its rejected files."
-    columns, listing = job.columns, job.listing
-    if columns is None:
-        raise ValueError(f"{job.split} is not published")
+    listing = job.listing
+    *before, columns = [x.columns for x in jobs[: jobs.index(job) + 1] if x.columns is not None]
     others = tuple(f"{show_path(x.place)}/" for x in manifest.listings if x is not listing and x.place)
-    before = [x.columns for x in takewhile(lambda x: x is not job, jobs) if x.columns is not None]
     sensors = (os.fsdecode(s) for x in (*before, columns) for s in np.unique(x.sensor).tolist())
     found = [
         *(p for p in manifest.notes if not p.path.startswith(others)),
@@ -195,14 +179,17 @@ def publish(
             synced.result()
     with span("publish"):
         stamps = stamps_at_build(job.listing, job.good, ctimes_ns, job.rejected, run.began_ns, job.folders)
-        for old in report_paths(target):  # a report of an earlier data set must not stay next to this one
-            with suppress(IsADirectoryError):  # that fails when the report is written
-                old.unlink(missing_ok=True)
         try:
             write_state(target, job.file.partial, digest, stamps)
         except OutputError as e:
             text = "the state file of %s cannot be written, so the next build reads all recordings again: %s"
             log.warning(text, target, e)
+        del stamps, ctimes_ns  # the columns take their place in memory
+        if report is not None:
+            note_columns(job, job.file.partial, run.manifest.label_names)
+        for old in report_paths(target):  # a report of an earlier data set must not stay next to this one
+            with suppress(IsADirectoryError):  # that fails when the report is written
+                old.unlink(missing_ok=True)
         job.file.publish(sync=False)
         if job.journal is not None:
             job.journal.close(remove=True)
@@ -423,13 +410,12 @@ def result_of(
 ) -> BuildResult:
     "Write report and timeline of a published job; return its result."
     timeline, target, report, published_s = run.timeline, job.file.target, job.report, job.published_s
-    if report is None or published_s is None:
+    if report is None or published_s is None or job.columns is None:
         raise ValueError(f"{job.split} is not published")
     began = timeline.now_s()
     started = _started_s(run, job, jobs)
     samples = [s for s in timeline.samples if started <= s["time_s"] <= published_s] or timeline.samples
     import_s = max((s.end_s for s in timeline.spans if s.lane == "imports"), default=0.0)
-    _read_columns(job, run.manifest.label_names)
     noted = split_problems(run.manifest, job, jobs)
 
     timeline.meta["inflow"] = timeline.meta.get("inflow", {}) | {job.split: job.cache_use.to_dict()}
