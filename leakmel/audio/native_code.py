@@ -78,8 +78,9 @@ def _merge_sums(builder: ir.IRBuilder, sums: Vector, at: int, start: ir.Value) -
 @emitted
 def write_digest(builder: ir.IRBuilder, data: ir.Value, n_bytes: ir.Value, out: ir.Value) -> None:
     "Write high and low word of the digest of more than 240 bytes, a multiple of 8, to an address."
-    start = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
-    kept = cgutils.alloca_once_value(builder, constant(_SUMS, start))
+    kept = cgutils.alloca_once_value(
+        builder, constant(_SUMS, (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0]))
+    )
 
     def stripes(place: ir.Value, n: ir.Value) -> None:
         with cgutils.for_range(builder, n) as loop:

@@ -280,11 +280,14 @@ def commands_help(groups: Groups) -> str:
         for cls in classes:
             words = cls.command.words or cls.command.name
             lines += textwrap.wrap(f"  {words:<18}{cls.__doc__}", line_width(), subsequent_indent=" " * 20)
-    more = (
-        "leakmel COMMAND --help: the options that are changed most, and an example; --help-all: every option"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "leakmel COMMAND --help: the options that are changed most, and an example; --help-all: every option",
+            "exit status: 0 done, 1 failed or not ok, 2 usage, 3 no space, 128+n on signal n",
+        ]
     )
-    status = "exit status: 0 done, 1 failed or not ok, 2 usage, 3 no space, 128+n on signal n"
-    return "\n".join([*lines, "", more, status])
 
 
 def with_name(words: Sequence[str], groups: Groups) -> Sequence[str]:

@@ -278,8 +278,7 @@ def loudest_hz(samples: np.ndarray, spec: MelSpec, starts: np.ndarray) -> float:
     windows = np.lib.stride_tricks.sliding_window_view(as_float(samples), spec.n_fft)[even]
     levels = np.abs(np.fft.rfft(windows * hann_periodic(spec.n_fft))).mean(axis=0)
     hz = np.fft.rfftfreq(spec.n_fft, 1 / spec.sample_rate)
-    inside = (hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz)
-    return float(hz[np.where(inside, levels, -1).argmax()])
+    return float(hz[np.where((hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz), levels, -1).argmax()])
 
 # %% ../../nbs/insight/explore.ipynb #c8a3f780
 _BAR_PLACE = dict(orientation="h", x=0.89, xanchor="center", y=0.74, yanchor="bottom", len=0.2, thickness=10)
@@ -349,9 +348,12 @@ def recording_figure(state: Explorer) -> "go.Figure":  # raises LeakmelError if 
         colorbar=_COLOR_BAR,
         hovertemplate="%{z} dB at %{x:.3f} s, %{y:.0f} Hz<extra></extra>",
     )
-    hover = "%{x:.1f} dB at %{y:.0f} Hz<extra></extra>"
     bands = _curve(
-        "mel bands", picture.mean(axis=1, dtype=np.float64), spec.mel_hz, "#D55E00", hovertemplate=hover
+        "mel bands",
+        picture.mean(axis=1, dtype=np.float64),
+        spec.mel_hz,
+        "#D55E00",
+        hovertemplate="%{x:.1f} dB at %{y:.0f} Hz<extra></extra>",
     )
     places = {(1, 1): _wave_traces(samples, spec, segments), (2, 1): [heat], (2, 2): [bands]}
     for (row, col), traces in places.items():

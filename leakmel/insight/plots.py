@@ -453,7 +453,6 @@ def batch_timeline(timeline: Timeline, split: str | None = None) -> "go.Figure":
         )
         traces.append(bar)
     ticks = dict(tickvals=list(range(len(lanes))), ticktext=[plain_text(lane) for lane in lanes])
-    rows = ticks | dict(range=[len(lanes) - 0.5, -0.5], showgrid=False)
     return styled_figure(
         traces,
         f"{busy:.1f} of {len(lanes)} lanes busy on average over {seconds_text(seconds)}",
@@ -462,7 +461,7 @@ def batch_timeline(timeline: Timeline, split: str | None = None) -> "go.Figure":
         barmode="overlay",
         bargap=0.25,
         xaxis=dict(title=dict(text="time since the run began (s)")),
-        yaxis=rows,
+        yaxis=ticks | dict(range=[len(lanes) - 0.5, -0.5], showgrid=False),
     )
 
 # %% ../../nbs/insight/plots.ipynb #4898d638

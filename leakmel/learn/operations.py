@@ -588,10 +588,15 @@ class Predict(Operation):
         out = self.out and user_path(self.out)
         if run.keeps:
             out = run_folder(self.out, "predict") / "predictions.csv"
-        names = "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster"
-        given = {**plan.given, "model": detector, "device": device, "out": out} | _values(self, names)
-        inputs = {**plan.inputs, "spec": repr(detector.spec), **scored}
-        return DetectorPlan(inputs, Path(out or "").parent, given, {"model": model})
+        given = {**plan.given, "model": detector, "device": device, "out": out} | _values(
+            self, "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster"
+        )
+        return DetectorPlan(
+            {**plan.inputs, "spec": repr(detector.spec), **scored},
+            Path(out or "").parent,
+            given,
+            {"model": model},
+        )
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Score; a notebook also writes summary.json, and stops where nothing could be scored."

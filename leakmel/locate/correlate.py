@@ -289,10 +289,12 @@ class Correlation:
         names |= {"yaxis": "correlation", "yaxis2": "coherence", "yaxis3": "phase (rad)"}
         fig.update_layout({axis: {"title": {"text": text}} for axis, text in names.items()})
         head = self.text().splitlines()[0]
-        below = (
-            "vertical lines: the loggers; shaded: 95 % interval; dashed: coherence of unrelated recordings"
-        )
-        return apply_style(fig, head[:1].upper() + head[1:], below, 640).update_layout(showlegend=True)
+        return apply_style(
+            fig,
+            head[:1].upper() + head[1:],
+            "vertical lines: the loggers; shaded: 95 % interval; dashed: coherence of unrelated recordings",
+            640,
+        ).update_layout(showlegend=True)
 
 # %% ../../nbs/locate/correlate.ipynb #a1c30011
 def _significance(x: CrossSpectra, method: str, most_s: float) -> tuple[float, float]:
@@ -635,6 +637,7 @@ def correlation_traces(
     ]
     if found.delay_s is not None:
         ends = f32(f[[0, -1]])
-        fit = dict(x=ends, y=-2 * np.pi * ends * found.delay_s, name="phase of the delay", line=line)
-        traces.append((3, fit))
+        traces.append(
+            (3, dict(x=ends, y=-2 * np.pi * ends * found.delay_s, name="phase of the delay", line=line))
+        )
     return traces

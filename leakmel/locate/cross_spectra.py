@@ -152,9 +152,16 @@ def cross_spectra(
     given = dict(fs=sample_rate, window="hann", nperseg=n_samples, noverlap=n_samples - hop)
     f, ab = signal.csd(y, x, **given)
     aa, bb = (signal.welch(s, **given)[1] for s in (x, y))
-    in_band = (f >= band_hz[0]) & (f <= band_hz[1])
-    duration_s = len(a) / sample_rate
-    return CrossSpectra(sample_rate, duration_s, n_samples, n_groups * in_group, ab, aa, bb, in_band)
+    return CrossSpectra(
+        sample_rate,
+        len(a) / sample_rate,
+        n_samples,
+        n_groups * in_group,
+        ab,
+        aa,
+        bb,
+        (f >= band_hz[0]) & (f <= band_hz[1]),
+    )
 
 # %% ../../nbs/locate/cross_spectra.ipynb #a1c20008
 METHODS = ("plain", "phat", "scot", "ml")

@@ -29,8 +29,11 @@ def hz_to_mel(hz: np.ndarray | float, scale: Literal["htk", "slaney"]) -> np.nda
     if scale == "htk":
         return 2595 * np.log10(1 + hz / 700)
     ratio = np.log(np.maximum(hz, 1e-9) / _SLANEY_BREAK_HZ)
-    log_part = _SLANEY_BREAK_HZ / _SLANEY_HZ_PER_MEL + ratio / _SLANEY_LOG_STEP
-    return np.where(hz < _SLANEY_BREAK_HZ, hz / _SLANEY_HZ_PER_MEL, log_part)
+    return np.where(
+        hz < _SLANEY_BREAK_HZ,
+        hz / _SLANEY_HZ_PER_MEL,
+        _SLANEY_BREAK_HZ / _SLANEY_HZ_PER_MEL + ratio / _SLANEY_LOG_STEP,
+    )
 
 
 def mel_to_hz(mel: np.ndarray | float, scale: Literal["htk", "slaney"]) -> np.ndarray:  # Hz

@@ -59,8 +59,7 @@ def measure_python() -> Figures:
 
     wanted, version = SpecifierSet(metadata.metadata("leakmel")["Requires-Python"]), platform.python_version()
     is_right = wanted.contains(version, prereleases=True)
-    wrong = {} if is_right else {"python": f"{wanted} is needed"}
-    return {"versions": {"python": version}, "wrong": wrong}
+    return {"versions": {"python": version}, "wrong": {} if is_right else {"python": f"{wanted} is needed"}}
 
 # %% ../../nbs/ops/doctor.ipynb #31ffdabc
 def measure_memory() -> Figures:
@@ -78,8 +77,10 @@ def measure_limits() -> Figures:
 
     files, processes = (resource.getrlimit(n)[0] for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     threads = [n for n in (processes, *cgroup_limits("pids", ["pids.max"])) if n != resource.RLIM_INFINITY]
-    open_files = None if files == resource.RLIM_INFINITY else files
-    return {"open_files": open_files, "threads": min(threads, default=None)}
+    return {
+        "open_files": None if files == resource.RLIM_INFINITY else files,
+        "threads": min(threads, default=None),
+    }
 
 # %% ../../nbs/ops/doctor.ipynb #efceb173
 # fmt: off

@@ -145,8 +145,11 @@ class Fetch(Operation):
 
         unverified = {"--accept-unverified": self.accept_unverified}
         if self.name is None:
-            given = {"--out": self.out, "--from": self.source, "--yes": self.yes, **unverified}
-            refuse_unused(given, "without the name of a set", f"name one of {', '.join(SETS)}")
+            refuse_unused(
+                {"--out": self.out, "--from": self.source, "--yes": self.yes, **unverified},
+                "without the name of a set",
+                f"name one of {', '.join(SETS)}",
+            )
             keys = ("name", "title", "doi", "size", "licence")
             body = {"sets": [{key: getattr(s, key) for key in keys} for s in SETS.values()]}
             help = "leakmel fetch NAME shows licence and citation, and asks before it downloads."
@@ -337,9 +340,9 @@ class Review(Operation):
         from leakmel.learn.review.review import lab_command, review_parameters, write_review
 
         self._check()
-        scores = list(self.scores)
-        queue = self.queue or ""
-        given = review_parameters(self.folder, self.model, scores, queue, self.labels, self.by, self.n)
+        given = review_parameters(
+            self.folder, self.model, list(self.scores), self.queue or "", self.labels, self.by, self.n
+        )
         lab_command(Path(), self.browser)  # a missing package is an error now
         path = write_review(given, self.out)
         command = lab_command(path, self.browser)
@@ -554,11 +557,15 @@ class Export(Operation):
 
     def _export_detector(self, run: Run) -> Outcome:
         "Write a detector as an ONNX file, and compare it."
-        remedy = "leave it out; leakmel export --card states the licence of a detector"
-        refuse_unused({"--license": self.license, "--to": self.to}, "together with --onnx", remedy)
+        refuse_unused(
+            {"--license": self.license, "--to": self.to},
+            "together with --onnx",
+            "leave it out; leakmel export --card states the licence of a detector",
+        )
         if self.recordings is None:
-            remedy = "add --recordings DIR, or leave it out"
-            refuse_unused({"--most": self.most}, "without --recordings", remedy)
+            refuse_unused(
+                {"--most": self.most}, "without --recordings", "add --recordings DIR, or leave it out"
+            )
         done = lm.export_onnx(
             user_path(self.file),
             None if self.out is None else user_path(self.out),
@@ -623,8 +630,9 @@ class Card(Operation):
             )
         out = user_path(self.out or (given if given.is_dir() else given.parent))
         made = lm.card(given, out=out, license=self.license, progress=run.progress)
-        text = f"card: {made.summary['card']}\nmetadata: {made.summary['metadata']}"
-        return Outcome(made, made.summary, text)
+        return Outcome(
+            made, made.summary, f"card: {made.summary['card']}\nmetadata: {made.summary['metadata']}"
+        )
 
 
 @operation("page", words="export --page", example="leakmel export --page out.ipynb")
@@ -669,8 +677,9 @@ class Cache(Operation):
             what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
             lines.append(f"  {used}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}")
         listed = [vars(f) | {"path": show_path(f.path)} for f in files]
-        body = {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}
-        return Outcome(files, body, "\n".join(lines))
+        return Outcome(
+            files, {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}, "\n".join(lines)
+        )
 
 
 @operation(
@@ -740,8 +749,9 @@ class Bench(Operation):
             log=print_error,
         )
         text = f"{build_table(record)}\nstored as {show_path(path)}"
-        status = 0 if record["verified"]["all_ok"] else 1
-        return Outcome(record, record | {"path": show_path(path)}, text, status)
+        return Outcome(
+            record, record | {"path": show_path(path)}, text, 0 if record["verified"]["all_ok"] else 1
+        )
 
 
 @operation(

@@ -104,14 +104,17 @@ def parse_aghashahi(parts: Parts) -> NamedRecording | None:
     if found is None or found[5] != "H":
         return None
     topology, leak, flow, noise, kind, number = found.groups()
-    columns = {
-        "topology": topology,
-        "leak_type": leak,
-        "flow": flow,
-        "noise": noise or "",
-        "device": kind + number,
-    }
-    return NamedRecording(NO_LEAK if leak == "NL" else LEAK, f"{topology}_{leak}_{flow}", columns)
+    return NamedRecording(
+        NO_LEAK if leak == "NL" else LEAK,
+        f"{topology}_{leak}_{flow}",
+        {
+            "topology": topology,
+            "leak_type": leak,
+            "flow": flow,
+            "noise": noise or "",
+            "device": kind + number,
+        },
+    )
 
 # %% ../../nbs/sets/catalogue.ipynb #045f200b
 def parse_dongguan(parts: Parts) -> NamedRecording | None:

@@ -425,9 +425,12 @@ def _request(s: LeakSet, url: str, stream: bool = False) -> Any:  # an answer of
     try:
         import requests
 
-        agent = "leakmel (download of public recordings)"
-        headers = {"User-Agent": agent, "Accept-Encoding": "identity"}
-        answer = requests.get(url, headers=headers, timeout=(15, 60), stream=stream)
+        answer = requests.get(
+            url,
+            headers={"User-Agent": "leakmel (download of public recordings)", "Accept-Encoding": "identity"},
+            timeout=(15, 60),
+            stream=stream,
+        )
     except ModuleNotFoundError as e:
         raise missing_package(e) from e
     except requests.RequestException as e:
@@ -772,8 +775,9 @@ def fetch(
             skip_with=SET_FILE,
         )
         recordings, unlabelled, archives = convert(s, members, made, progress)
-        origin = show_path(given) if given else s.page
-        facts = _facts_of(s, files or _given_files(archives), origin, recordings, unlabelled)
+        facts = _facts_of(
+            s, files or _given_files(archives), show_path(given) if given else s.page, recordings, unlabelled
+        )
         found = FetchedSet(target, s.name, facts)
         (made / SET_FILE).write_bytes(sealed_json(facts))
         (made / README).write_text(_readme(found), "utf-8")

@@ -118,9 +118,9 @@ def _structure(f: h5py.File, columns: Columns, attributes: Mapping[str, Any]) ->
     else:
         naming = Naming.from_json(attributes["naming_json"])
         people = consistency.labelled_by_people(f)
-        paths = columns["files/path"][:]
-        split = attributes["split"]
-        yield from consistency.label_mismatches(paths, ids, labels, naming, split, people)
+        yield from consistency.label_mismatches(
+            columns["files/path"][:], ids, labels, naming, attributes["split"], people
+        )
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
 def _digest_reader(rows: h5py.Dataset) -> Callable[[int, int], tuple[np.ndarray, np.ndarray]]:
@@ -247,8 +247,9 @@ def _find_source(
         report._note_moved(f"{name}: the recording has changed since the row was computed (digest)")
         return None
     if source.refused is not None:
-        what = f"{name}: the settings require that the recording is rejected: {source.refused}"
-        report.problems.append(what)
+        report.problems.append(
+            f"{name}: the settings require that the recording is rejected: {source.refused}"
+        )
         return None
     for column, right in (source.facts | from_name).items():
         found = facts[column]
@@ -397,9 +398,9 @@ def _check_origin(
     # a longer path, of a rejected recording, would widen a copy of all paths
     known = [path for path in sources.known if len(path) <= paths.dtype.itemsize]
     preferred = np.searchsorted(paths, np.array(known, paths.dtype)).tolist()
-    ids = columns[schema.LABELS][:]
-    level_db = columns["files/rms_db"][:]
-    picked = pick_rows(report.n_rows, sample, ids, level_db, edges, preferred)
+    picked = pick_rows(
+        report.n_rows, sample, columns[schema.LABELS][:], columns["files/rms_db"][:], edges, preferred
+    )
     if len(picked):
         report.scope = "against the sources"
     try:
@@ -478,5 +479,6 @@ def verify(
             path, root=root, sample=sample, accounting=accounting, table=table, columns=columns
         )
     except (errors.MachineError, MemoryError) as e:
-        why = f"the check could not be completed: {e}"
-        return VerifyReport(os.fspath(path), labels_compared=False, problems=[why])
+        return VerifyReport(
+            os.fspath(path), labels_compared=False, problems=[f"the check could not be completed: {e}"]
+        )

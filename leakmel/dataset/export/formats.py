@@ -483,9 +483,13 @@ def record_set(name: str, schema: Any) -> dict[str, Any]:
     for column in schema:
         if kind := next((k for test, k in _KINDS.items() if getattr(types, test)(column.type)), "sc:Text"):
             about = {"name": show_path(column.name), "dataType": kind}
-            source = {"fileObject": {"@id": name}, "extract": {"column": column.name}}
             fields.append(
-                {"@type": "cr:Field", "@id": f"{table}/{len(fields):03d}", **about, "source": source}
+                {
+                    "@type": "cr:Field",
+                    "@id": f"{table}/{len(fields):03d}",
+                    **about,
+                    "source": {"fileObject": {"@id": name}, "extract": {"column": column.name}},
+                }
             )
     return {"@type": "cr:RecordSet", "@id": table, "name": table, "field": fields}
 
@@ -564,8 +568,9 @@ def nested_array(block: np.ndarray) -> Any:  # pyarrow.Array
 
 def _split_name(source: ExportSource, sources: Sequence[ExportSource]) -> str:
     "Return the name of a split in `datasets`, which reserves the word all; loaders expect train if there is one."
-    alone = "train" if len(sources) == 1 else "unsplit"
-    return {"training": "train", "testing": "test", "all": alone}.get(source.split, source.split)
+    return {"training": "train", "testing": "test", "all": "train" if len(sources) == 1 else "unsplit"}.get(
+        source.split, source.split
+    )
 
 
 def _mel_schema(source: ExportSource) -> Any:  # pyarrow.Schema, with the features of `datasets`

@@ -445,8 +445,12 @@ def _has_settings(
     if schema.metadata_digest(f) != digest:
         return False
     if (before := str(f.attrs["engine"])) != engine:
-        text = "%s was built by engine %s, and this build uses %s, whose rows can differ in their last bits: all rows are computed again"
-        log.warning(text, target, before, engine)
+        log.warning(
+            "%s was built by engine %s, and this build uses %s, whose rows can differ in their last bits: all rows are computed again",
+            target,
+            before,
+            engine,
+        )
         return False
     expected = {
         "schema_version": schema.SCHEMA_VERSION,

@@ -494,10 +494,10 @@ def checked_inputs(manifest: Manifest, targets: Sequence[Target], spec: SpecLike
             check_listing(listing, manifest)
         decision = decide_spec(spec, [listing for listing, _ in targets])
         if not decision.has_majority:
-            taken = f"{decision.spec.sample_rate:,} Hz and {decision.spec.duration_s:g} s are taken"
-            why = f"{decision.reason}; {decision.changes_text}"
             log.warning(
-                "The recordings differ: %s (%s). Other values: --sample-rate, --duration-s", taken, why
+                "The recordings differ: %s (%s). Other values: --sample-rate, --duration-s",
+                f"{decision.spec.sample_rate:,} Hz and {decision.spec.duration_s:g} s are taken",
+                f"{decision.reason}; {decision.changes_text}",
             )
         yield decision
     except BaseException:

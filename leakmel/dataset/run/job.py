@@ -67,8 +67,12 @@ def segment_view(
 ) -> np.ndarray:  # [B, L, S, short_window], read-only, of the same memory
     "Return the short segments of some recordings as a view."
     row, step = samples.strides
-    strides = (row, spec.long_hop * step, spec.short_hop * step, step)
-    return as_strided(samples, (len(samples), *waveform_shape(spec)), strides, writeable=False)
+    return as_strided(
+        samples,
+        (len(samples), *waveform_shape(spec)),
+        (row, spec.long_hop * step, spec.short_hop * step, step),
+        writeable=False,
+    )
 
 # %% ../../../nbs/dataset/run/job.ipynb #1ba1f14e
 def store_waveforms(
@@ -341,10 +345,14 @@ def job_metadata(
     columns["status"] = loader.words_of(rows(job.facts["status"]), loader.STATUSES)
     columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
     columns["silent"] = columns["silent"].astype(np.uint8)
-    names = run.manifest.label_names
-    engine = run.engine.identity
     attributes = schema.root_attributes(
-        job.spec, engine, run.fingerprint, names, listing.split, len(keep), listing.naming
+        job.spec,
+        run.engine.identity,
+        run.fingerprint,
+        run.manifest.label_names,
+        listing.split,
+        len(keep),
+        listing.naming,
     )
     meta = schema.Metadata(
         job.spec,
@@ -515,8 +523,11 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
         )
         moved.n_files = job.report.checked
     if not job.report.ok:
-        found = "; ".join(job.report.problems[:3])
-        log.warning("%s failed verification and is rebuilt: %s", errors.show_path(path), found)
+        log.warning(
+            "%s failed verification and is rebuilt: %s",
+            errors.show_path(path),
+            "; ".join(job.report.problems[:3]),
+        )
         return None
     note_columns(job, path, run.manifest.label_names)
     job.published_s = run.timeline.now_s()
@@ -542,8 +553,11 @@ def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputErro
         )
         journal = Journal(journal_path(path), identity, every_bytes=config.journal_bytes, sync=config.fsync)
         if why := journal.past.refusal:
-            text = "%s: cannot resume the interrupted build, so all rows are computed again: %s"
-            log.warning(text, errors.show_path(path), why)
+            log.warning(
+                "%s: cannot resume the interrupted build, so all rows are computed again: %s",
+                errors.show_path(path),
+                why,
+            )
     job = _new_job(run, target, "resume" if journal is not None and journal.past.entries else "new")
     job.journal, job.folders = journal, folders
     return job
@@ -575,8 +589,13 @@ def _keep_rows(
             job.changes = existing.changes
             job.keep(copied, existing.rejected, existing.numbers)
         if job.n_done:
-            text = "%s: of %d rows, %d are resumed from an interrupted build and %d copied from the data set"
-            log.info(text, job.split, len(job.listing), job.n_resumed, job.n_copied)
+            log.info(
+                "%s: of %d rows, %d are resumed from an interrupted build and %d copied from the data set",
+                job.split,
+                len(job.listing),
+                job.n_resumed,
+                job.n_copied,
+            )
     bad = [r for r in job.rejected if r.code != "dry"]
     if bad and config.on_bad_file == "stop":
         raise loader.first_bad_file(job.listing, min(bad, key=lambda r: r.path))

@@ -348,8 +348,9 @@ def open_cache(
             try:
                 reserve(fd, n_bytes, partial)
                 load(reader, made, config, timeline, progress)
-                folder = show_path(listing.folder)
-                made.save({"folder": folder, "split": listing.split, "recordings": len(listing)})
+                made.save(
+                    {"folder": show_path(listing.folder), "split": listing.split, "recordings": len(listing)}
+                )
                 os.replace(partial, path)
             except BaseException:
                 made.close()

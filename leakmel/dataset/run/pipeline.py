@@ -433,8 +433,11 @@ def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> Non
             found="; ".join(f"{n}: {plan.get(n)}, here {here}" for n, here in others.items()),
             remedy="join with the installation that built the parts",
         )
-    remedy = f"restore the table; or, to use the new one, remove {errors.show_path(folder)} and build all parts again"
-    require_same_table(manifest.table_path, plan["table"], remedy)
+    require_same_table(
+        manifest.table_path,
+        plan["table"],
+        f"restore the table; or, to use the new one, remove {errors.show_path(folder)} and build all parts again",
+    )
 
 
 def _join_files(

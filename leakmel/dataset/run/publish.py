@@ -93,16 +93,19 @@ class BuildResult:
         "Table of rejected files: path, code, message."
         import pandas as pd
 
-        found = [(show_path(r.path), r.code, r.message) for r in self.rejections]
-        return pd.DataFrame(found, columns=["path", "code", "message"])
+        return pd.DataFrame(
+            [(show_path(r.path), r.code, r.message) for r in self.rejections],
+            columns=["path", "code", "message"],
+        )
 
     @cached_property
     def problems(self) -> "pd.DataFrame":
         "Table of problems of the recordings, without rejected files: kind, path, message."
         import pandas as pd
 
-        found = [(p.kind, p.path, p.message) for p in self.noted]
-        return pd.DataFrame(found, columns=["kind", "path", "message"])
+        return pd.DataFrame(
+            [(p.kind, p.path, p.message) for p in self.noted], columns=["kind", "path", "message"]
+        )
 
     def __repr__(self) -> str:
         what = reused_rows_sentence(self.summary) or rate_text(self.summary)
@@ -182,8 +185,11 @@ def publish(
         try:
             write_state(target, job.file.partial, digest, stamps)
         except OutputError as e:
-            text = "the state file of %s cannot be written, so the next build reads all recordings again: %s"
-            log.warning(text, target, e)
+            log.warning(
+                "the state file of %s cannot be written, so the next build reads all recordings again: %s",
+                target,
+                e,
+            )
         del stamps, ctimes_ns  # the columns take their place in memory
         if report is not None:
             note_columns(job, job.file.partial, run.manifest.label_names)

@@ -85,17 +85,13 @@ class Embeddings:
         "One row per recording: path, label, digest, and the values 0 to d - 1."
         import pandas as pd
 
-        texts = {
-            "path": map(show_path, self.paths),
-            "label": map(show_path, self.labels),
-            "digest": self.digests,
-        }
-        return pd.DataFrame(texts).join(pd.DataFrame(self.vectors))
+        return pd.DataFrame(
+            {"path": map(show_path, self.paths), "label": map(show_path, self.labels), "digest": self.digests}
+        ).join(pd.DataFrame(self.vectors))
 
     @property
     def summary(self) -> dict[str, Any]:
         "Counts and settings as plain values."
-        lost = [{"path": show_path(r.path), "code": r.code, "message": r.message} for r in self.rejections]
         return {
             "recordings": len(self),
             "values": int(self.vectors.shape[1]),
@@ -103,7 +99,9 @@ class Embeddings:
             "identity": self.identity,
             "sources": [show_path(s) for s in self.sources],
             "labelled": sum(map(bool, self.labels)),
-            "rejected": lost,
+            "rejected": [
+                {"path": show_path(r.path), "code": r.code, "message": r.message} for r in self.rejections
+            ],
             "spec": self.spec.to_dict(),
             "length": self.length,
             "seconds": self.seconds,
@@ -606,8 +604,11 @@ def similar(
     embedder = open_embedder(detector, found.spec)
     if embedder.identity != found.identity:
         text = "the embeddings were computed with another model or other features"
-        remedy = "name the model that computed them, or compute them again"
-        given = {"found": found.kind, "expected": embedder.name, "remedy": remedy}
+        given = {
+            "found": found.kind,
+            "expected": embedder.name,
+            "remedy": "name the model that computed them, or compute them again",
+        }
         raise DataError(text, code="other-embeddings", path=found.sources[0], **given)
     own = embed_recordings(listed(path.parent, [os.fsencode(path.name)]), embedder, **given)
     if not len(own):

@@ -508,8 +508,12 @@ class Generalisation(Resampled):
             range=[-0.4, len(shown) - 0.6],
             showgrid=False,
         )
-        note = "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals"
-        fig = auc_figure(pd.DataFrame(points), re.split(r"[.:] ", self.answer["text"])[0], note, axis)
+        fig = auc_figure(
+            pd.DataFrame(points),
+            re.split(r"[.:] ", self.answer["text"])[0],
+            "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals",
+            axis,
+        )
         return {"generalisation": fig.add_hline(y=0.5, line=dict(width=1, dash="dash", color="#7a7a7a"))}
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #ge000019
@@ -604,13 +608,13 @@ def generalisation(
             for row, result in zip(rows, tested.values())
         ]
         models = [*(result.models for result in tested.values()), *[{}] * (len(rows) - len(tested))]
-        truth = run.data.training.is_leak
-        seed = run.settings.seed
         return Generalisation(
             table=pd.DataFrame(map(_table_row, rows, models)),
             groupings=rows,
             tested=tested,
-            answer=stats.new_group_answer(truth, hardest, n_draws=n_draws, seed=seed),
+            answer=stats.new_group_answer(
+                run.data.training.is_leak, hardest, n_draws=n_draws, seed=run.settings.seed
+            ),
             **run.facts(facts),
         ).written()
 
@@ -661,12 +665,20 @@ class LearningCurve(Resampled):
         "Draw both curves, by name."
         word = self.groups.word
         names = {"groups": f"fewer {word}s", "recordings": f"fewer recordings of each {word}"}
-        text = [f"{n:,.0f} {word}s, " for n in self.table["groups"]]
-        points = self.table.assign(line=self.table["curve"].map(names), x=self.table["recordings"], text=text)
+        points = self.table.assign(
+            line=self.table["curve"].map(names),
+            x=self.table["recordings"],
+            text=[f"{n:,.0f} {word}s, " for n in self.table["groups"]],
+        )
         title = "; ".join(gain["text"].partition(":")[0] for gain in self.gains.values())
-        note = "The same held-out recordings for every point; bars: 95 % confidence intervals"
-        axis = dict(title=dict(text="labelled recordings in training"), rangemode="tozero")
-        return {"learning_curve": auc_figure(points, title, note, axis)}
+        return {
+            "learning_curve": auc_figure(
+                points,
+                title,
+                "The same held-out recordings for every point; bars: 95 % confidence intervals",
+                dict(title=dict(text="labelled recordings in training"), rangemode="tozero"),
+            )
+        }
 
 # %% ../../../nbs/learn/evaluate/resampling.ipynb #lc000013
 _WHOLE = ("groups", 1.0)  # all training recordings: the last point of both curves

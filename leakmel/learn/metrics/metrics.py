@@ -141,11 +141,14 @@ def why_undefined(y_true: ArrayLike, score: ArrayLike, threshold: float = 0.5) -
     "Explain which figures are undefined, of labels [B] and scores [B]: only for figures that are NaN."
     c = confusion(y_true, score, threshold)
     no_leak = not c.true_leak + c.missed_leak
-    all_leaks = not c.false_alarm + c.true_normal
     reasons = (  # the first one that holds counts
         (not c.n, "no recording", FIGURES),
         (no_leak, "no recording is a leak", ("balanced_accuracy", "sensitivity", "auc")),
-        (all_leaks, "every recording is a leak", ("balanced_accuracy", "specificity", "auc")),
+        (
+            not c.false_alarm + c.true_normal,
+            "every recording is a leak",
+            ("balanced_accuracy", "specificity", "auc"),
+        ),
         (not c.true_leak + c.false_alarm, "no recording was classified as a leak", ("precision",)),
         (c.n == c.true_normal, "no recording is a leak or was classified as one", ("f1",)),
     )

@@ -593,8 +593,11 @@ def describe_gain(
         finding = "hardly"
         answer = f"More {what} would hardly help"
     ends = i.in_brackets(name="95 % interval ") or f" ({i.note})"
-    text = f"{answer}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all."
-    return gain.summary | {"share": share, "finding": finding, "text": text}
+    return gain.summary | {
+        "share": share,
+        "finding": finding,
+        "text": f"{answer}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all.",
+    }
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #ge000008
 _MAY_SHARE_PIPES = ("recording", "session", "date")  # such groups may be of one pipe

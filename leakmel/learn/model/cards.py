@@ -264,8 +264,9 @@ def _model_card(path: Path, license: str | None, progress: str) -> Card:
         license=license,
         keywords=("leak detection", "acoustics", "detector"),
     )
-    digest = digests[show_path(path.name)]
-    return Card(model_card(detector, path.name, license=license, digest=digest), metadata)
+    return Card(
+        model_card(detector, path.name, license=license, digest=digests[show_path(path.name)]), metadata
+    )
 
 # %% ../../../nbs/learn/model/cards.ipynb #f049000b
 def _given_before(path: Path, metadata_path: Path) -> tuple[str | None, dict[str, Any]]:

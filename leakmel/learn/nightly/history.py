@@ -168,8 +168,9 @@ class History:
             name = getattr(e, "sqlite_errorname", "")
             for begins, (code, message) in _ERRORS.items():
                 if name.removeprefix("SQLITE_").startswith(tuple(begins.split())):
-                    kind = SpaceError if code == "no-space" else OutputError
-                    raise kind(message, code=code, path=self.path, found=name) from e
+                    raise (SpaceError if code == "no-space" else OutputError)(
+                        message, code=code, path=self.path, found=name
+                    ) from e
             raise _refused(self.path, f"the file is damaged ({e})") from e
 
     def _prepare(self, exists: bool) -> None:

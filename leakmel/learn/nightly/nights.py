@@ -513,8 +513,11 @@ def reference_of_data_set(path: str | os.PathLike, detector: Detector) -> Refere
         level = ds.files["rms_db"].to_numpy(float)[rows]
         # as in a nightly run, without the padding behind a short recording
         bands = np.array([levels_of(ds[i][0][:n])[1] for i, n in zip(rows.tolist(), counts.tolist())])
-    name = f"data set {show_path(os.path.basename(os.fspath(path)))}"
-    return Reference(name, len(chosen), ranges_of(quantities(level, None, bands)))
+    return Reference(
+        f"data set {show_path(os.path.basename(os.fspath(path)))}",
+        len(chosen),
+        ranges_of(quantities(level, None, bands)),
+    )
 
 
 def _nights(history: History, since: date, until: date) -> "pd.DataFrame":
@@ -560,8 +563,11 @@ def keep_reference(history: History, detector: Detector, given: str | os.PathLik
         return
     normal = np.empty(0) if detector.held_out is None else detector.held_out.normal[0]
     if len(normal) >= MIN_RECORDINGS:
-        source = f"{found.source}; scores: held-out recordings without a leak"
-        found = Reference(source, found.n, found.ranges | ranges_of({"score": normal}))
+        found = Reference(
+            f"{found.source}; scores: held-out recordings without a leak",
+            found.n,
+            found.ranges | ranges_of({"score": normal}),
+        )
     history.set_meta("reference", json.dumps(asdict(found), sort_keys=True))
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #30a87279

@@ -427,8 +427,14 @@ class Predictions:
         start, stop, _ = part.indices(len(self))
         ends = self.scored.segment_scores.ends
         while start < stop:
-            behind = (ends[start - 1] if start else 0) + _PAGE_SEGMENTS
-            last = min(stop, start + _PAGE, max(start + 1, int(np.searchsorted(ends, behind, "right"))))
+            last = min(
+                stop,
+                start + _PAGE,
+                max(
+                    start + 1,
+                    int(np.searchsorted(ends, (ends[start - 1] if start else 0) + _PAGE_SEGMENTS, "right")),
+                ),
+            )
             yield self._columns(slice(start, last))
             start = last
 
@@ -619,8 +625,12 @@ def _score(found: RecordingList, how: _How, progress: str = "none") -> _Scored:
     with scorers.open_scorer(detector, engine, on, sizes.n_files) as scorer:
         shown = {"label": "scoring", "progress": progress}
         scoring = scorers.run_scorer(found, spec, scorer, sizes, length=length, **shown)
-    rejections = tuple(sorted(scoring.readers.rejected, key=lambda r: r.path))
-    return _collect(found, scoring, detector.provenance), rejections, scorer.identity, scorer.device
+    return (
+        _collect(found, scoring, detector.provenance),
+        tuple(sorted(scoring.readers.rejected, key=lambda r: r.path)),
+        scorer.identity,
+        scorer.device,
+    )
 
 
 def _score_part(found: RecordingList, how: _How, n_together: int) -> _Scored:

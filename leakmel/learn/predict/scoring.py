@@ -426,8 +426,9 @@ class DeviceScorer(AbstractContextManager["DeviceScorer"]):
         self.copies = self.on.stream()
 
         def opened(n: int) -> int:
-            most = min(n, MOST_RECORDINGS)
-            self.chain, self.identity = open_chain(engine, spec, self.on, self.stream, most)
+            self.chain, self.identity = open_chain(
+                engine, spec, self.on, self.stream, min(n, MOST_RECORDINGS)
+            )
             self.buffers += [_Buffers(self.on, n, n_files, spec) for _ in range(self.depth)]
             return n
 

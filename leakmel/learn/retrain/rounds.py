@@ -367,12 +367,12 @@ def fine_tune(
         record = tuned.record
         members.append(tuned.classifier)
     blend: Any = champion.classifier
-    parts = [ds for ds in (items, validation) if ds is not None]
     challenger = replace(
         champion,
         classifier=type(blend)(blend.settings, members) if champion.kind == "blend" else members[0],
         record=record,
-        provenance=champion.provenance | card.provenance_of(parts),
+        provenance=champion.provenance
+        | card.provenance_of([ds for ds in (items, validation) if ds is not None]),
         held_out=None,  # those of the champion, as its evaluations
         evaluations=(),
     )
@@ -708,8 +708,17 @@ def conclude(
         files.write_lineage(folder, lineage.follow(winner))
     rmtree(here / "checkpoints", ignore_errors=True)  # the round is over
     announce(reason, show=show)
-    after = challenger if replaced else champion
-    return Round(number, here, replaced, reason, after, challenger, selection, {"testing": found}, record)
+    return Round(
+        number,
+        here,
+        replaced,
+        reason,
+        challenger if replaced else champion,
+        challenger,
+        selection,
+        {"testing": found},
+        record,
+    )
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #7068179a
 def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.PathLike | None) -> Detector:

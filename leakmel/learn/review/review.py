@@ -661,11 +661,9 @@ class ReviewApp:
         import ipywidgets as w
 
         s = self.session
-        leak = show_path(s.found.leak_label)[:20]
-        other = show_path(s.other_label)[:20]
         names = {
-            "l": (leak, "danger"),
-            "n": (other, "success"),
+            "l": (show_path(s.found.leak_label)[:20], "danger"),
+            "n": (show_path(s.other_label)[:20], "success"),
             "u": ("unsure", "warning"),
             "s": ("skip", ""),
         }
@@ -693,8 +691,10 @@ class ReviewApp:
         keys = w.HBox([*self.buttons.values(), self.note], layout=line)
         others = w.HBox([row for row, _ in self.others], layout=line)
         status, facts, *below = self.html.values()
-        rows = [head, status, facts, keys, below[0], others, *below[1:]]
-        self.box = w.VBox(rows, layout=w.Layout(width="100%", overflow="hidden"))
+        self.box = w.VBox(
+            [head, status, facts, keys, below[0], others, *below[1:]],
+            layout=w.Layout(width="100%", overflow="hidden"),
+        )
         self.box.add_class(self.name)
 
     def _other_row(self, k: int) -> tuple[Any, Any]:

@@ -233,10 +233,10 @@ class Suggestions:
         left = ", ".join(f"{n:,} {reason}" for reason, n in self.left_out.items() if n)
         width = max(map(len, self.table["path"]), default=4)
         kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-        few = f"  fewer than {self.n}: the others are left out, or above {self.per_sensor} per sensor"
         notes = {
             f"  not suggested: {left}": left,
-            few: len(self) < self.n,
+            f"  fewer than {self.n}: others left out, or above {self.per_sensor} a sensor": len(self)
+            < self.n,
             "  the model has no held-out scores: the scores are not calibrated": not self.is_calibrated,
             "  the model does not list its training recordings: some of these may be among them": not self.provenance_known,
         }
@@ -293,14 +293,16 @@ def band_statistics(
 def _row(s: ScoredRecording, kind: str, n_alike: int, uncertain: str) -> dict[str, Any]:
     shown = show_path(s.path)
     reasons = {"uncertain": uncertain, "random": "drawn at random for the test set"}
-    alike = f"represents {n_alike:,} similar recordings" if n_alike > 1 else "unlike the other recordings"
     return {
         "path": shown,
         "label": "",
         "split": "testing" if kind == "random" else "training",
         "sensor": show_path(s.sensor),
         "kind": kind,
-        "reason": reasons.get(kind, alike),
+        "reason": reasons.get(
+            kind,
+            f"represents {n_alike:,} similar recordings" if n_alike > 1 else "unlike the other recordings",
+        ),
         "digest": s.facts["digest"].decode(),
         "path_base64": "" if shown.encode() == s.path else base64.b64encode(s.path).decode(),
     }

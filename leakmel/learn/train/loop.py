@@ -70,8 +70,9 @@ class TrainingRun:
             states.detector_of(state, best=True).save(self.folder / "best.pt", sync=self.keep.fsync)
             self.kept_best = state.best.epoch
         values = states.to_checkpoint(state, self.seconds)
-        kept = self.keep.keep_checkpoints
-        files.save_checkpoint(self.folder, values, state.stepper.n_done, keep=kept, sync=self.keep.fsync)
+        files.save_checkpoint(
+            self.folder, values, state.stepper.n_done, keep=self.keep.keep_checkpoints, sync=self.keep.fsync
+        )
         if state.epochs:
             states.write_history(self.out / "history.csv", state.epochs)
         self.saved = time.perf_counter()
@@ -313,8 +314,13 @@ class TrainResult(RowTable):
             of = f"{s['validation']['recordings']:,} recordings of validation"
             f1 = f"{best.f1:.4f} of {of}, which chose epoch and threshold (AUC {best.auc:.4f})"
         early = ", stopped early" if s["stopped_early"] else ""
-        done = f"{len(self.epochs)} of {s['settings']['epochs']}{early}; the best is {self.best_epoch}"
-        return [("epochs", done), ("F1", f1)]
+        return [
+            (
+                "epochs",
+                f"{len(self.epochs)} of {s['settings']['epochs']}{early}; the best is {self.best_epoch}",
+            ),
+            ("F1", f1),
+        ]
 
 # %% ../../../nbs/learn/train/loop.ipynb #78e2e85c
 def finish_training(

@@ -579,8 +579,9 @@ def end_epoch(
         is_leak = data.validation.is_leak
         what = "memory is too small to score the validation recordings during the training"
         with memory_guard(what, "free memory, use loader='stream', or device='cpu'"):
-            on = state.stepper.device
-            scores = score_rows(detector_of(state), data.validation, device=on, progress=progress)
+            scores = score_rows(
+                detector_of(state), data.validation, device=state.stepper.device, progress=progress
+            )
         chosen = choose_rule(is_leak, scores, s.vote, s.vote_share)
         found = validation_figures(scores, is_leak, chosen)
     evaluate_s = time.perf_counter() - began
