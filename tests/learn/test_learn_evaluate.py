@@ -577,7 +577,7 @@ def parts(sets, split):
 
 def test_baseline_features_equal_mean_mels_levels_and_band_statistics(parts):
     ds = parts["testing"]
-    rows = [ds[i][0].astype(np.float64) for i in range(0, len(ds), 17)]
+    rows = [ds.batch([i]).x[0].double().numpy() for i in range(0, len(ds), 17)]
     features = baseline_features(ds)
     np.testing.assert_allclose(features["mean_mels"][::17], [r.mean((0, 1, 3)) for r in rows], atol=1e-9)
     np.testing.assert_array_equal(features["trees"], spectral_features(ds).whole)
