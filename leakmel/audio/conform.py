@@ -23,14 +23,19 @@ MOMENTS = ("minimum", "maximum", "total", "squares", "n_clipped")
 FULL_SCALE = 32_767  # of 16-bit samples
 
 
-def full_scale(encoding: str) -> float:
+def full_scale(
+    encoding: str,  # as read_wav names it: "pcm16", "pcm24", "float32", "alaw" ...
+) -> float:
     "Return the largest positive value of an encoding as a float sample, at most that of 16 bits."
     bits = int(encoding[3:]) if encoding.startswith("pcm") and encoding[3:].isdigit() else 16
     coded = {"alaw": 32_256 / 32_768, "ulaw": 32_124 / 32_768}
     return coded.get(encoding, 1 - 2.0 ** (1 - min(16, max(2, bits))))
 
 
-def moments_of(samples: np.ndarray, limit: float | None = None) -> np.ndarray:
+def moments_of(
+    samples: np.ndarray,
+    limit: float | None = None,  # from which absolute value a sample is clipped; None: full scale of 16 bits
+) -> np.ndarray:
     """Compute MOMENTS [B, 5] float64 of recordings [B, N] int16 or float32, in units of the samples.
 
     A sample is clipped from an absolute value on, by default full scale of 16 bits.
@@ -90,7 +95,10 @@ def quality_figures(
 _PARTS = 16  # of the shortest stall; and parts with changes, at the least
 
 
-def has_stalled(samples: np.ndarray, sample_rate: int) -> bool:
+def has_stalled(
+    samples: np.ndarray,  # [n, C] int16 or float32
+    sample_rate: int,  # Hz
+) -> bool:
     """Return whether a channel has a run of equal samples of at least `shortest_stall`, and moves otherwise.
 
     It moves if at most a sixteenth of its parts with changes, of which there are sixteen or more, have just two or three neighbouring ones of its values.
@@ -143,7 +151,10 @@ def channel_mean(samples: np.ndarray) -> np.ndarray:
     return np.divide(total, n_channels, out=total)
 
 
-def opposite_phase(samples: np.ndarray, mean: np.ndarray | None = None) -> bool:
+def opposite_phase(
+    samples: np.ndarray,  # [n, C] int16 or float32
+    mean: np.ndarray | None = None,  # [n], `channel_mean` of the samples, where it is known
+) -> bool:
     """Whether channels [n, C] cancel each other; their mean is given where it is known.
 
     It has less than 1 % of their mean energy then; False for silence and for one channel.
@@ -207,7 +218,10 @@ def resampled_length(n: int, source_hz: int, target_hz: int) -> int:
     return (2 * n * target_hz + source_hz) // (2 * source_hz)
 
 
-def fit_length(x: np.ndarray, n: int) -> np.ndarray:
+def fit_length(
+    x: np.ndarray,  # [n]
+    n: int,  # samples wanted
+) -> np.ndarray:
     "Return n samples: cut at the end, or pad with zeros at the end."
     return x[:n] if len(x) >= n else np.concatenate([x, np.zeros(n - len(x), x.dtype)])
 
@@ -215,7 +229,9 @@ def fit_length(x: np.ndarray, n: int) -> np.ndarray:
 MAX_PEAK = 2.0**20  # times full scale
 
 
-def integer_scale(peak: float) -> str:
+def integer_scale(
+    peak: float,  # largest absolute value of float samples
+) -> str:
     "Return a sentence on float samples that reach far above 1: what to divide them by."
     bits = next((bits for bits in (16, 24) if peak <= 1.5 * 2 ** (bits - 1)), 32)
     advice = (
@@ -226,7 +242,9 @@ def integer_scale(peak: float) -> str:
     return f"float samples must lie from -1 to 1, these reach {peak:.5g}; {advice}"
 
 
-def check_range(x: np.ndarray) -> None:
+def check_range(
+    x: np.ndarray,  # float samples, any shape
+) -> None:
     "Refuse float samples that are not finite or exceed MAX_PEAK: raises RecordingError."
     peak = float(np.abs(x).max(initial=0.0))
     if not np.isfinite(peak):
@@ -298,7 +316,12 @@ def digests_of(rows: np.ndarray) -> np.ndarray:
     return np.array([digest_of(row) for row in rows], "S32")
 
 
-def digests_in_file(fd: int, offset: int, n: int, n_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+def digests_in_file(
+    fd: int,
+    offset: int,  # of the first row in it
+    n: int,
+    n_bytes: int,  # of a row of float16
+) -> tuple[np.ndarray, np.ndarray]:
     """Compute digests [n] S32 of rows of float16 from an offset of a file, and whether they are finite [n] bool.
 
     Raises OSError, and VerifyError if the file is too short.
@@ -319,7 +342,9 @@ def digests_in_file(fd: int, offset: int, n: int, n_bytes: int) -> tuple[np.ndar
     return digests, largest < 0x7C00  # bits of infinity in float16; NaN lies above
 
 
-def int16_moments(rows: np.ndarray) -> np.ndarray:
+def int16_moments(
+    rows: np.ndarray,  # [n, N] int16, contiguous, N at least 1
+) -> np.ndarray:
     "Compute the moments of 16-bit recordings [n, N], equal to `moments_of`."
     module = native()
     return moments_of(rows) if module is None else module.int16_moments(np.ascontiguousarray(rows))
@@ -332,7 +357,12 @@ _REMEDIES = {
 }
 
 
-def piece_count(n_samples: int, window: int, hop: int, what: str) -> int:
+def piece_count(
+    n_samples: int,  # samples in the parent
+    window: int,  # samples in a piece
+    hop: int,  # distance of starts, samples
+    what: str,
+) -> int:  # pieces that fit without padding
     "Return the number of pieces that fit into a parent without padding; `what` is their name."
     if window < 1 or hop < 1:
         raise SpecError(
@@ -384,7 +414,9 @@ class SegmentGrid:
         return starts, index.reshape(self.frame_starts.shape)
 
 # %% ../../nbs/audio/conform.ipynb #f6d43a41
-def even_step(starts: np.ndarray) -> int | None:
+def even_step(
+    starts: np.ndarray,  # [D] ascending
+) -> int | None:
     "Return the common distance of evenly spaced ascending starts, 1 for one start; None if uneven."
     steps = np.unique(np.diff(starts)).tolist() or [1]
     return steps[0] if len(steps) == 1 else None

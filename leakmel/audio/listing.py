@@ -335,7 +335,9 @@ def _found_objects(
     return found, found.problems()
 
 
-def passed_over_note(found: Iterable[FoundFiles]) -> list[Problem]:
+def passed_over_note(
+    found: Iterable[FoundFiles],  # of one listing; at most one
+) -> list[Problem]:
     "Report how many recordings of one listing lie in folders that are not listed, if any."
     found = list(found)
     counts = sum((x.passed_over for x in found), Counter[bytes]())
@@ -425,7 +427,11 @@ def found_below(
 DRY = -2  # in place of a label
 
 
-def part_range(n: int, number: int, n_parts: int) -> tuple[int, int]:
+def part_range(
+    n: int,
+    number: int,  # of a part, from 1
+    n_parts: int,
+) -> tuple[int, int]:
     "Divide recordings into nearly equal parts, and return the range of one, from 1; raises UsageError."
     if not 1 <= number <= n_parts:
         raise UsageError(

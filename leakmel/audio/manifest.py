@@ -236,7 +236,10 @@ class Manifest:
             found += checks.content_problems(columns)
         return pd.DataFrame([(p.kind, p.path, p.message) for p in found], columns=["kind", "path", "message"])
 
-    def report(self, most: int | None = 20) -> ProblemReport:
+    def report(
+        self,
+        most: int | None = 20,  # examples to show; None: all
+    ) -> ProblemReport:
         "The problems by group and kind, with at most so many examples; None: all."
         return ProblemReport((Problem(*row) for row in self.problems.itertuples(index=False)), most)
 
@@ -248,7 +251,10 @@ class Manifest:
         listed = ((x.place, path) for x in self.listings for path in x.paths)
         return names_of_files.preview_names(self.naming, [*listed, *(("", path) for path in self.unmatched)])
 
-    def groups(self, by: str) -> "pd.DataFrame":
+    def groups(
+        self,
+        by: str,  # "sensor", "session" or "folder"
+    ) -> "pd.DataFrame":
         "Count the recordings of each sensor, session or folder: in all, per split and label, and its splits."
         import pandas as pd
 

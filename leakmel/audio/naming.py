@@ -98,7 +98,9 @@ class NameParts(NamedTuple):
     folder: str = ""  # folders below the label's folder, joined by "/"
 
 
-def parse_name(path: bytes) -> NameParts:
+def parse_name(
+    path: bytes,  # of a recording, relative to the folder of its split
+) -> NameParts:
     "The parts of a logger's file name, and the folders it lies in, relative to the folder of its split."
     *folders, name = os.fsdecode(path).split("/")
     parts = (name.rpartition(".")[0] or name).split("~")
@@ -164,7 +166,8 @@ _AT_ONCE = 2048  # names; one long path widens all names of its block
 
 
 def columns_of_names(
-    paths: Sequence[bytes], wanted: Collection[str] = ("sensor", "recording", "start_time", "gain", "folder")
+    paths: Sequence[bytes],  # relative to the folder of their split
+    wanted: Collection[str] = ("sensor", "recording", "start_time", "gain", "folder"),
 ) -> dict[str, np.ndarray]:
     "What `parse_name` says of each path, as columns: gain as float64, text as the bytes it has in the path."
     parts = [_columns(paths[k : k + _AT_ONCE], wanted) for k in range(0, len(paths), _AT_ONCE)]
@@ -181,7 +184,9 @@ _MAX_LENGTH = 500  # of a pattern
 
 
 @functools.lru_cache(256)
-def pattern_tokens(pattern: str) -> tuple[tuple[str, str], ...]:
+def pattern_tokens(
+    pattern: str,  # for example "{split}_{label}_{sensor}_{*}"
+) -> tuple[tuple[str, str], ...]:
     """Split a pattern like {split}_{label}_{sensor}_{*} into tokens, and check it; raises UsageError.
 
     A token is "text", "field" or "folders", and the text or the field's name ("*": ignored).
@@ -449,7 +454,9 @@ class Naming:
             ) from e
 
 # %% ../../nbs/audio/naming.ipynb #3433a20a
-def pattern_naming(pattern: str | None) -> Naming:
+def pattern_naming(
+    pattern: str | None,  # None: folders
+) -> Naming:
     "Return the naming of a pattern, or of folders without one; raises UsageError."
     if pattern is None:
         return Naming()
@@ -510,7 +517,10 @@ class PatternPreview:
         return "\n  ".join(lines)
 
 
-def preview_names(naming: Naming, names: Sequence[tuple[str, bytes]]) -> PatternPreview:
+def preview_names(
+    naming: Naming,
+    names: Sequence[tuple[str, bytes]],  # folder of the split below the root, and path relative to it
+) -> PatternPreview:
     "Count what a pattern reads from names: folders of splits below the root, and paths relative to them."
     fields = [f for f in FIELDS if ("field", f) in pattern_tokens(naming.pattern) or f == "label"]
     shown = [show_place(place, path) for place, path in names]

@@ -39,12 +39,16 @@ def to_hex(words: np.ndarray) -> np.ndarray:
     return np.frombuffer(bytearray(words.astype(">u8").tobytes().hex(), "ascii"), "S32")
 
 
-def can_digest(n_bytes: int) -> bool:
+def can_digest(
+    n_bytes: int,  # of a row
+) -> bool:
     "Whether this module supports rows of so many bytes."
     return n_bytes >= CODE.constants["MIN_BYTES"] and n_bytes % 8 == 0
 
 
-def digest_rows(rows: np.ndarray) -> np.ndarray:
+def digest_rows(
+    rows: np.ndarray,  # [n, ...], each row contiguous after the one before, of a size that `can_digest`
+) -> np.ndarray:
     "Compute xxh3-128 of each row's bytes, of a size that `can_digest`, as hexadecimal digits [n] S32."
     rows = np.require(rows, requirements=["C", "W"])  # compiled for what may be written
     out = np.empty((len(rows), 2), np.uint64)
@@ -53,7 +57,9 @@ def digest_rows(rows: np.ndarray) -> np.ndarray:
     return to_hex(out)
 
 
-def int16_moments(rows: np.ndarray) -> np.ndarray:
+def int16_moments(
+    rows: np.ndarray,  # [n, N] int16, contiguous, N at least 1
+) -> np.ndarray:
     "Compute the exact moments [n, 5] float64 of 16-bit recordings [n, N], N at least 1."
     rows = np.require(rows, np.int16, ["C", "W"])
     sums = np.zeros((len(rows), 5), np.int64)
@@ -61,7 +67,9 @@ def int16_moments(rows: np.ndarray) -> np.ndarray:
     return sums.astype(np.float64)
 
 
-def mix_channels(samples: np.ndarray) -> tuple[np.ndarray, float, float, bool]:
+def mix_channels(
+    samples: np.ndarray,  # [n, C] int16, n and C at least 1
+) -> tuple[np.ndarray, float, float, bool]:
     """Return the mean of channels [n, C] int16 as float32 (full scale 1), and whether all channels are equal.
 
     Between them the energy of the mean and that of all channels, of int16 values.
@@ -71,7 +79,12 @@ def mix_channels(samples: np.ndarray) -> tuple[np.ndarray, float, float, bool]:
     return mean, out[0], out[1], out[2] == 0
 
 # %% ../../nbs/audio/native.ipynb #90934970
-def digest_file_rows(fd: int, offset: int, n: int, n_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+def digest_file_rows(
+    fd: int,
+    offset: int,  # of the first row in it
+    n: int,
+    n_bytes: int,  # of a row of float16, of a size that `can_digest`
+) -> tuple[np.ndarray, np.ndarray]:
     """Compute digests S32 and largest values of n rows of float16 that `can_digest`, from an offset of a file.
 
     The largest value is that of the bits but the sign: 0x7C00 is infinity, above are NaN.
@@ -200,7 +213,10 @@ def stat_files(paths: list[bytes], folder: int = HERE) -> np.ndarray:
     return out
 
 # %% ../../nbs/audio/native.ipynb #cb134b2f
-def prefetch_files(paths: list[bytes], sizes: np.ndarray) -> int:
+def prefetch_files(
+    paths: list[bytes],
+    sizes: np.ndarray,  # [n] bytes from the beginning of each file
+) -> int:
     "Ask the system to prefetch so many bytes of files, without waiting, and return how many it accepted."
     sizes = np.ascontiguousarray(sizes, np.int64)
     return int(_FUNCTIONS["prefetch_files"](*as_bytes(paths), sizes)) if paths else 0

@@ -199,7 +199,11 @@ def moments(
                 out[i, 4] += x[k] == 32_767 or x[k] <= -32_767
 
 # %% ../../nbs/audio/native_code.ipynb #6e630005
-def declare_function(name: str, result: Any, *arguments: Any) -> Any:
+def declare_function(
+    name: str,
+    result: Any,  # numba's types
+    *arguments: Any,
+) -> Any:
     "Declare a function of the C library by types of numba; raises ImportError if the library lacks it."
     if not hasattr(ctypes.CDLL(None), name):
         raise ImportError(f"the C library has no {name}")

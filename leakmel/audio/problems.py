@@ -125,7 +125,10 @@ def format_counts(counts: Mapping[str, int], most: int = 6) -> str:
     return ", ".join(words[:most]) + (f" and {len(words) - most:,} more" if len(words) > most else "")
 
 
-def show_place(place: str, path: str | bytes | os.PathLike) -> str:
+def show_place(
+    place: str,
+    path: str | bytes | os.PathLike,  # relative to that folder
+) -> str:
     "Return a path in the folder of a split, which is empty where it is the root, for display."
     return "/".join(filter(None, [show_path(place), show_path(path)])) if place else show_path(path)
 
@@ -381,7 +384,10 @@ def _divergence(q: float, p: float) -> float:
     return sum(a * math.log(a / b) for a, b in ((q, p), (1 - q, 1 - p)) if a > 0)
 
 
-def tied_values(values: np.ndarray, label_id: np.ndarray) -> Iterator[tuple[object, int, int, int, float]]:
+def tied_values(
+    values: np.ndarray,  # [B] of any kind that can be sorted
+    label_id: np.ndarray,  # [B] int from 0
+) -> Iterator[tuple[object, int, int, int, float]]:
     """Find values [B] of a property that predict one label much better than the shares of the whole set.
 
     Yields value, label, recordings with both, recordings with the value, share of the label in the set.
@@ -405,7 +411,10 @@ def tied_values(values: np.ndarray, label_id: np.ndarray) -> Iterator[tuple[obje
             yield value, label, int(row[label]), n, float(p)
 
 # %% ../../nbs/audio/problems.ipynb #feb2766a
-def label_auc(values: np.ndarray, label_id: np.ndarray) -> np.ndarray:
+def label_auc(
+    values: np.ndarray,  # [B] numbers
+    label_id: np.ndarray,  # [B] int from 0
+) -> np.ndarray:
     """Return for each label the area under the ROC curve of numbers; NaN for a label that none or all have.
 
     This is the share of pairs in which the recording with the label has the larger number; ties count half.
@@ -501,7 +510,9 @@ FILES_PER_TASK = 16  # small, so that progress is smooth and Ctrl-C does not wai
 
 
 def read_content(
-    listings: Sequence["Listing"], *, progress: str = "auto"
+    listings: Sequence["Listing"],
+    *,
+    progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> "tuple[pd.DataFrame, list[Problem]]":
     """Read the facts of all recordings, and a problem for each that cannot become a row; raises MachineError.
 

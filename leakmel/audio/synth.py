@@ -28,12 +28,17 @@ GRID_HZ = np.arange(-(-N_BINS // _SPREAD), dtype=np.float32) * np.float32(0.1 * 
 _OCTAVES = np.log2(np.maximum(GRID_HZ, np.float32(1)))  # [G]
 
 
-def from_db(db: Any) -> Any:
+def from_db(
+    db: Any,  # dB, number or array
+) -> Any:
     "Convert levels in dB to ratios of powers."
     return 10 ** (db / 10)
 
 
-def resonance(f_hz: float, q: float) -> np.ndarray:
+def resonance(
+    f_hz: float,  # resonance frequency, Hz
+    q: float,
+) -> np.ndarray:
     "Return the power response of a resonator, 1 at the peak; q: f_hz over the width at half power."
     detune = GRID_HZ / np.float32(f_hz) - np.float32(f_hz) / np.maximum(GRID_HZ, np.float32(0.4))
     return 1 / (1 + np.float32(q * q) * detune * detune)
@@ -45,7 +50,9 @@ def bump(f_hz: float, octaves: float) -> np.ndarray:
     return np.exp(np.float32(-0.5) * z * z)
 
 
-def unit_power(shape: np.ndarray) -> np.ndarray:
+def unit_power(
+    shape: np.ndarray,  # power over the shape grid [G]
+) -> np.ndarray:
     "Scale a power spectrum over the shape grid so that noise of this colour has a mean square of 1."
     return (shape / (_SPREAD * shape.sum())).astype(np.float32, copy=False)
 
@@ -57,7 +64,10 @@ def random_bins(amplitude: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return parts.view(np.complex64) * amplitude
 
 
-def noise_bins(power: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def noise_bins(
+    power: np.ndarray,  # power over the shape grid [G], sum times 8 = mean square of the noise
+    rng: np.random.Generator,
+) -> np.ndarray:
     "Draw the spectrum of Gaussian noise, complex64 [F] for irfft, with a power spectrum [G]."
     return random_bins(np.repeat(np.sqrt(power) * np.float32(N_SAMPLES / 2), _SPREAD)[:N_BINS], rng)
 
@@ -70,7 +80,10 @@ def stream(seed: int, *key: int) -> np.random.Generator:
     return np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed, spawn_key=key)))
 
 
-def make_sensor(index: int, seed: int = 0) -> SimpleNamespace:
+def make_sensor(
+    index: int,  # from 0
+    seed: int = 0,
+) -> SimpleNamespace:
     "Draw a sensor and its place: what is the same in all its recordings; spectra float32 [G]."
     rng = stream(seed, 0, index)
     f_first = rng.uniform(60, 140)
@@ -152,7 +165,12 @@ def draw_scene(sensor: SimpleNamespace, label: str, rng: np.random.Generator) ->
     return scene
 
 # %% ../../nbs/audio/synth.ipynb #81072225
-def hiss_power(sensor: SimpleNamespace, f_hz: float, octaves: float, place: float) -> np.ndarray:
+def hiss_power(
+    sensor: SimpleNamespace,
+    f_hz: float,
+    octaves: float,
+    place: float,  # of the source on the pipe, 0 to 0.5 of its length
+) -> np.ndarray:
     "Return the spectrum, power 1, of water that escapes at a place on the pipe, 0 to 0.5 of its length."
     weights = np.sin(np.pi * place * np.arange(1, 13)).astype(np.float32) ** 2  # of the modes
     # not BLAS: its threads may change the order of the sum
@@ -210,7 +228,10 @@ def make_recording(sensor: SimpleNamespace, label: str, rng: np.random.Generator
 WAV_BYTES = 44 + 2 * N_SAMPLES
 
 
-def wav_bytes(samples: np.ndarray, sample_rate: int = SAMPLE_RATE) -> bytes:
+def wav_bytes(
+    samples: np.ndarray,  # int16 [N] or [N, C]
+    sample_rate: int = SAMPLE_RATE,  # Hz
+) -> bytes:
     "Return the bytes of a canonical 16-bit PCM WAV file of int16 samples [N] or [N, C]."
     if samples.dtype != np.int16 or samples.ndim not in (1, 2):
         raise UsageError(
@@ -223,7 +244,11 @@ def wav_bytes(samples: np.ndarray, sample_rate: int = SAMPLE_RATE) -> bytes:
     return canonical_header(sample_rate, *samples.shape) + samples.astype("<i2", copy=False).tobytes()
 
 
-def write_wav(path: str | os.PathLike, samples: np.ndarray, sample_rate: int = SAMPLE_RATE) -> int:
+def write_wav(
+    path: str | os.PathLike,
+    samples: np.ndarray,  # int16 [N] or [N, C]
+    sample_rate: int = SAMPLE_RATE,  # Hz
+) -> int:
     "Write a canonical 16-bit PCM WAV file, and return its bytes; an existing file is replaced."
     return Path(path).write_bytes(wav_bytes(samples, sample_rate))
 
@@ -232,7 +257,9 @@ SPLIT_SIZES = {"TRAINING": 39_563, "VALIDATION": 7_913, "TESTING": 3_958}
 MIN_FILES = len(SPLIT_SIZES) * len(LABELS)
 
 
-def split_counts(n_files: int) -> dict[str, int]:
+def split_counts(
+    n_files: int,  # in the set, at least 6
+) -> dict[str, int]:
     "Distribute recordings over the splits in the reference proportions, at least one per split and label."
     if isinstance(n_files, bool) or not isinstance(n_files, int) or n_files < MIN_FILES:
         raise UsageError(
@@ -275,7 +302,10 @@ class PlannedRecording:
         return f"{self.split}/{self.label}/{name}"
 
 
-def plan_set(n_files: int, seed: int = 0) -> list[PlannedRecording]:
+def plan_set(
+    n_files: int,  # in the set, at least 6
+    seed: int = 0,
+) -> list[PlannedRecording]:
     "Plan the recordings of all sensors and splits, at least six, by index."
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise UsageError(

@@ -134,7 +134,9 @@ def read_table_bytes(file: Path) -> bytes:  # raises DataError
 
 
 def require_same_table(
-    file: Path | None, digest: str, remedy: str = "scan the folder again, then build"
+    file: Path | None,  # None: no table
+    digest: str,
+    remedy: str = "scan the folder again, then build",
 ) -> None:
     "Check that a table still has the digest that it had when it was read; raises DataError."
     if file is not None and digest and digest_of(read_table_bytes(file)) != digest:
@@ -191,7 +193,11 @@ class CsvTable:
         "Names of the columns without differences of case and blanks."
         return [name.strip().casefold() for name in self.names]
 
-    def rows(self, places: Mapping[str, int], least: int = 0) -> Iterator[tuple[int, dict[str, str]]]:
+    def rows(
+        self,
+        places: Mapping[str, int],
+        least: int = 0,  # cells; others at the end of a row may be missing
+    ) -> Iterator[tuple[int, dict[str, str]]]:
         """Yield line and cells of each row, without blanks at their ends except in paths; raises DataError.
 
         Cells behind the least number may be missing. `places` are those of the columns that are read.
@@ -392,7 +398,11 @@ def paths_below_root(table: NameTable, known: Collection[bytes]) -> NameTable:
     return replace(table, paths=paths)
 
 # %% ../../nbs/audio/tables.ipynb #0feb3bf4
-def missing_files(missing: Sequence[bytes], n_rows: int, root: Path) -> Iterator[Problem]:
+def missing_files(
+    missing: Sequence[bytes],
+    n_rows: int,  # rows of the table that were checked
+    root: Path,
+) -> Iterator[Problem]:
     "Yield the problems of paths that do not exist, of so many rows of a table that were checked."
     if missing and len(missing) == n_rows:
         others = f"this file and {how_many(n_rows - 1, 'other')} of the table do not exist"

@@ -81,7 +81,11 @@ def open_regular(path: str | bytes | os.PathLike) -> tuple[int, int]:
 HEADER_BYTES = 44
 
 
-def canonical_header(sample_rate: int, n_samples: int, channels: int = 1) -> bytes:
+def canonical_header(
+    sample_rate: int,  # Hz
+    n_samples: int,
+    channels: int = 1,
+) -> bytes:
     "Return the 44 bytes of the header of a canonical 16-bit PCM WAV file (RIFF, `fmt ` of 16 bytes, `data`)."
     frame_bytes = 2 * channels
     n_bytes = n_samples * frame_bytes
@@ -166,7 +170,10 @@ def pread_all(fd: int, n: int, offset: int) -> bytes:
     return data
 
 
-def _chunks(read: Callable[[int, int], bytes], container: str) -> Iterator[tuple[bytes, int, int]]:
+def _chunks(
+    read: Callable[[int, int], bytes],  # at most n bytes at an offset
+    container: str,
+) -> Iterator[tuple[bytes, int, int]]:
     "Yield the chunks of a RIFF file: name, size as claimed, byte offset of the name."
     at = 12
     order = ">" if container == "RIFX" else "<"
@@ -230,7 +237,10 @@ def _unclaimed_bytes(read: Callable[[int, int], bytes], at: int, n_file: int, n_
     return n if any(any(read(_HEAD_BYTES, place)) for place in places) else 0
 
 
-def parse_header(fd: int, n_file: int) -> WavHeader:
+def parse_header(
+    fd: int,
+    n_file: int,  # bytes in the file
+) -> WavHeader:
     "Find format and samples of an open RIFF, RIFX or RF64 file of n_file bytes; raises RecordingError."
     if n_file == 0:
         raise RecordingError("empty", "the file has no bytes", offset=0)
@@ -315,7 +325,9 @@ class Recording:
         return f"Recording({n} samples x {c} channel{'s' * (c > 1)}, {self.sample_rate} Hz, {self.duration_s:g} s, {self.encoding})"
 
 # %% ../../nbs/audio/wav.ipynb #5ca11ed7
-def shortest_stall(sample_rate: int) -> int:
+def shortest_stall(
+    sample_rate: int,  # Hz
+) -> int:
     "Return how many equal samples may be a fault: a quarter of a second, at least 64."
     return max(64, sample_rate // 4)
 
@@ -460,7 +472,11 @@ def thread_read_bytes() -> int | None:
     return 512 * resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
 
 # %% ../../nbs/audio/wav.ipynb #7f52d75e
-def cached_share(fd: int, start: int = 0, end: int | None = None) -> float | None:
+def cached_share(
+    fd: int,
+    start: int = 0,  # where to begin, bytes
+    end: int | None = None,  # None: the end of the file
+) -> float | None:
     """Return the share of a file's pages in the page cache (mincore(2)), from 0 to 1, without reading any.
 
     None if it is not supported, or the range is empty.

@@ -262,7 +262,11 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
             parser.add_argument(f"--{name}", dest=f.name, required=is_needed, **how)
 
 
-def refuse_unused(options: Mapping[str, Any], why: str, remedy: str = "leave it out") -> None:
+def refuse_unused(
+    options: Mapping[str, Any],
+    why: str,  # "together with --onnx"
+    remedy: str = "leave it out",
+) -> None:
     "Refuse options that would be ignored, those whose value is not None or False; raises UsageError."
     for name, value in options.items():
         if value is not None and value is not False:

@@ -162,7 +162,12 @@ def _papermill_hint(name: str, value: Any, kinds: tuple[type | None, ...]) -> st
     return ""
 
 
-def check_types(values: dict[str, Any], kinds: Kinds, *, by_papermill: bool = False) -> None:
+def check_types(
+    values: dict[str, Any],
+    kinds: Kinds,  # name -> allowed types; None: may be None
+    *,
+    by_papermill: bool = False,
+) -> None:
     "Check that values have the types of their parameters; raises a UsageError that names all wrong values."
     wrong = [
         f"{name} must be {' or '.join(_WORDS.get(k, 'None') for k in kinds[name])}, got {value!r}"
@@ -255,7 +260,9 @@ def source_comments(value: Any) -> dict[str, str]:
     return found
 
 
-def add_comments(value: Any) -> Any:
+def add_comments(
+    value: Any,  # a public function or class, whose docstring grows
+) -> Any:
     "Add the comments of parameters and fields to a docstring, so that `help` shows them; return the value."
     found = {name: text for name, text in source_comments(value).items() if text and name != "self"}
     result = {"result": found.pop("return")} if "return" in found else {}
@@ -329,7 +336,7 @@ count_converter.__name__ = "number (0 or more, or all):"  # argparse puts it int
 # %% ../../nbs/core/parameters.ipynb #57c48486
 def add_field_options(
     parser: argparse.ArgumentParser,
-    cls: type,
+    cls: type,  # a dataclass; the comment next to a field is its help
     title: str,  # of the group
     *,
     show_defaults: bool = True,  # in the help

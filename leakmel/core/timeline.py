@@ -172,7 +172,13 @@ def busy_lanes(spans: Iterable[Span], *more: float) -> tuple[np.ndarray, np.ndar
     return times, np.cumsum(change, axis=1)[:, :-1]
 
 # %% ../../nbs/core/timeline.ipynb #7e1a0005
-def merge_lanes(spans: Iterable[Span], lane: str, *, split: str = "", n_slices: int = 40) -> list[Span]:
+def merge_lanes(
+    spans: Iterable[Span],
+    lane: str,
+    *,
+    split: str = "",
+    n_slices: int = 40,  # of time; each holds at most one span of a stage
+) -> list[Span]:
     """Describe the lanes of a process as one lane, with at most one span of a stage in each slice of time.
 
     Lanes that work at the same time share it equally; files and bytes are summed.
@@ -221,7 +227,12 @@ META: dict[str, str] = {
 }
 
 # %% ../../nbs/core/timeline.ipynb #0b7675d1
-def write_timeline(timeline: Timeline, path: str | os.PathLike, *, split: str | None = None) -> Path:
+def write_timeline(
+    timeline: Timeline,
+    path: str | os.PathLike,  # usually FILE.timeline.json next to the data set
+    *,
+    split: str | None = None,
+) -> Path:
     "Write the spans of a split and those without one, or all, as JSON, with at most MAX_SAMPLES samples."
     spans = [s for s in timeline.spans if split is None or s.split in ("", split)]
     spans.sort(key=lambda s: s.start_s)

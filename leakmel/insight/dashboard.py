@@ -53,7 +53,11 @@ def _run_files(folder: Path) -> list[Path]:
     return [p for p in files if p.is_file()]
 
 
-def find_runs(path: str | os.PathLike | None = None, *, most: int = 8) -> list[Path]:
+def find_runs(
+    path: str | os.PathLike | None = None,  # folder of a run, or of runs; None: the project's runs/
+    *,
+    most: int = 8,
+) -> list[Path]:
     """Return the folder of a run itself, or the newest runs in a folder of runs; None: the project's runs/.
 
     Raises DataError for a folder without a run.
@@ -422,7 +426,10 @@ def _figure_of_file(path: Path | None, draw: "Callable[[MelDataset], go.Figure]"
         return plots.styled_figure([], "No recording can be shown", note, height=120)
 
 
-def spectra_figure(path: Path | None, most: int = 600) -> "go.Figure":
+def spectra_figure(
+    path: Path | None,  # data set; None: none exists
+    most: int = 600,
+) -> "go.Figure":
     "Draw the mean spectrum of each label of a data set, from `most` rows, spread evenly."
 
     def spectra(ds: MelDataset) -> "go.Figure":
@@ -431,7 +438,9 @@ def spectra_figure(path: Path | None, most: int = 600) -> "go.Figure":
     return _figure_of_file(path, spectra)
 
 
-def mel_pictures(path: Path | None) -> "go.Figure":
+def mel_pictures(
+    path: Path | None,  # data set; None: none exists
+) -> "go.Figure":
     "Draw the log-mel spectrogram of the recording with the median level of each label."
 
     def typical_mels(ds: MelDataset) -> "go.Figure":

@@ -84,7 +84,10 @@ class Recordings:
         counts = {name: self.table[name].explode().value_counts().sort_index() for name in FILTERS}
         return {name: {str(k): int(n) for k, n in found.items() if k} for name, found in counts.items()}
 
-    def matching(self, wanted: Mapping[str, str]) -> np.ndarray:
+    def matching(
+        self,
+        wanted: Mapping[str, str],  # values of some of FILTERS; "": any
+    ) -> np.ndarray:
         "Return the numbers of the rows that match a filter of FILTERS; raises UsageError if none does. Empty: any."
         fits = np.ones(len(self.table), bool)
         for name, word in ((name, word) for name, word in wanted.items() if word):
@@ -238,7 +241,10 @@ def sample_range(spec: MelSpec, segments: range) -> tuple[int, int]:
     return segments.start * spec.long_hop, (segments.stop - 1) * spec.long_hop + spec.long_window
 
 
-def envelope(samples: np.ndarray, most: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
+def envelope(
+    samples: np.ndarray,  # [n]
+    most: int = MAX_POINTS,
+) -> tuple[np.ndarray, np.ndarray]:
     "Return indices and values of the samples, or of minimum and maximum of each block, at most `most`."
     n = len(samples)
     if n <= most:
@@ -434,7 +440,9 @@ def open_explorer(parameters: dict[str, Any], *, progress: str = "auto") -> Expl
     return state
 
 
-def shows_controls(controls: bool | None) -> bool:
+def shows_controls(
+    controls: bool | None,  # parameter of the notebook; None: only in an interactive session
+) -> bool:
     "Return whether widgets are shown; None: where Jupyter or VS Code mark the session as interactive."
     return bool({"JPY_SESSION_NAME", "VSCODE_PID"} & set(os.environ)) if controls is None else controls
 
@@ -464,7 +472,10 @@ def window_options(spec: MelSpec) -> dict[str, list[tuple[str, int]]]:
     return found
 
 
-def rate_options(recordings: Recordings, present: int) -> list[tuple[str, int]]:
+def rate_options(
+    recordings: Recordings,
+    present: int,  # Hz, the rate of the spec
+) -> list[tuple[str, int]]:
     "Return labels and values of the rates of the recordings and the spec, and of common ones up to the highest."
     counts = Counter(int(rate) for rate in recordings.table["sample_rate"])
     rates = {*counts, present, *(rate for rate in _RATES if rate <= max(counts))}

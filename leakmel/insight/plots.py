@@ -310,7 +310,10 @@ def level_by_label(
     )
 
 # %% ../../nbs/insight/plots.ipynb #aebcbb43
-def classes_by_split(splits: Sequence[str], labels: Sequence[str]) -> "go.Figure":
+def classes_by_split(
+    splits: Sequence[str],  # [B], the split of each recording
+    labels: Sequence[str],  # [B]
+) -> "go.Figure":
     "Draw how many recordings of each label a split has, from the split and the label of each recording."
     if not len(labels):
         return styled_figure([], "No recording to show", height=120)

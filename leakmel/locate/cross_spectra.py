@@ -128,7 +128,11 @@ class CrossSpectra:
 
 
 def cross_spectra(
-    a: np.ndarray, b: np.ndarray, sample_rate: int, n_samples: int, band_hz: tuple[float, float]
+    a: np.ndarray,
+    b: np.ndarray,  # [n] float64, the same length
+    sample_rate: int,  # Hz
+    n_samples: int,
+    band_hz: tuple[float, float],
 ) -> CrossSpectra:
     """Average the cross-spectrum of two recordings, [n] float64 of one length, by segments of so many samples.
 
@@ -192,7 +196,11 @@ def weighted_spectrum(
     return weighted[method] if method in weighted else phase * _signal_to_noise(x, without)
 
 
-def correlogram(x: CrossSpectra, method: str = "ml", finer: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def correlogram(
+    x: CrossSpectra,
+    method: str = "ml",  # one of METHODS; "phase": as "ml"
+    finer: int = 1,
+) -> tuple[np.ndarray, np.ndarray]:
     "Compute the generalised cross-correlation, at most 1, with `finer` points per sample; return also the lags in s."
     n = finer * x.n_samples
     spectrum = weighted_spectrum(x, method)
@@ -232,7 +240,11 @@ def _peak(x: CrossSpectra, method: str, near_s: float, without: int | None = Non
     return t
 
 
-def estimate_delay(x: CrossSpectra, near_s: float, method: str = "ml") -> Delay:
+def estimate_delay(
+    x: CrossSpectra,  # of recordings that are aligned to about a sample
+    near_s: float,
+    method: str = "ml",  # one of METHODS, or "phase"
+) -> Delay:
     """Refine a delay to a fraction of a sample, with its standard error, by one of METHODS or "phase".
 
     The recordings are aligned to about a sample, and the first estimate lies within a fraction of a sample.

@@ -364,7 +364,10 @@ class BatchPart:
         return slice(self.at, self.at + self.stop - self.start)
 
 
-def next_block(rest: list[BatchPart], n_block: int) -> tuple[list[BatchPart], list[BatchPart]]:
+def next_block(
+    rest: list[BatchPart],  # remaining rows, batch after batch
+    n_block: int,
+) -> tuple[list[BatchPart], list[BatchPart]]:
     "Take rows of one sample type, at most so many, for the next block; return the block and the remaining rows."
     block: list[BatchPart] = []
     n = 0

@@ -393,7 +393,11 @@ class DeviceEngine(Engine):
 
 # %% ../../nbs/mel/device_engine.ipynb #c5bd1bf7
 def open_chain(
-    engine: str, spec: MelSpec, device: Device, stream: Any, n_block: int
+    engine: str,  # "auto" or one of DEVICE_ENGINES
+    spec: MelSpec,
+    device: Device,
+    stream: Any,
+    n_block: int,
 ) -> tuple[Chain, str]:  # and the identity of the engine
     """Create and check the chain of an engine of DEVICE_ENGINES, for launches of so many recordings on a stream.
 

@@ -83,7 +83,12 @@ class DeviceOptions:
 
 # %% ../../nbs/mel/engines.ipynb #bfa208df
 # kind: of device; processor: what tells processors apart whose rows differ in a bit; empty where none do
-def engine_identity(name: str, version: str, kind: str, processor: str) -> str:
+def engine_identity(
+    name: str,
+    version: str,
+    kind: str,
+    processor: str,  # what tells processors apart whose rows differ in a bit; empty where none do
+) -> str:
     "Identity of an engine, as it is stored in data sets."
     return f"{name}@{version}/{kind}" + (f"-{processor}" if processor else "")
 
@@ -257,7 +262,11 @@ def engine_candidates(device: str) -> list[tuple[str, str]]:
     return [*devices, *((name, "cpu") for name in CPU_ENGINES)]
 
 
-def load_engine(name: str, device: str = "auto", n_fft: int | None = None) -> None:
+def load_engine(
+    name: str,  # "auto" or one of ENGINES
+    device: str = "auto",
+    n_fft: int | None = None,
+) -> None:
     "Import the packages of an engine, or of those that `auto` tries up to the compiled one; errors are ignored."
     for each in (
         dict.fromkeys(engine for engine, _ in engine_candidates(device)) if name == "auto" else (name,)

@@ -294,7 +294,9 @@ PRESETS: dict[str, dict[str, Any]] = {  # of each name the newest version last
 PRESET_RATE = 4096  # Hz, the rate at which a preset has the windows listed here
 
 
-def window_scale(sample_rate: int) -> float:
+def window_scale(
+    sample_rate: int,  # Hz
+) -> float:
     """Return the factor by which a preset's windows in samples change with the sample rate.
 
     It is the power of two nearest on a log scale, at least 1/4: shorter windows have too few bins for the bands.
@@ -302,7 +304,10 @@ def window_scale(sample_rate: int) -> float:
     return max(0.25, 2.0 ** round(math.log2(sample_rate / PRESET_RATE)))
 
 
-def preset_values(name: str, sample_rate: Any = None) -> dict[str, Any]:
+def preset_values(
+    name: str,
+    sample_rate: Any = None,  # Hz; None or not a rate: that of the presets
+) -> dict[str, Any]:
     "Return all fields of a preset at a sample rate (not one: that of the presets), which are not checked together."
     values: dict[str, Any] = {f.name: f.default for f in fields(MelSpec) if f.name != "preset_name"}
     values |= PRESETS[name]

@@ -32,7 +32,10 @@ CPU_BLOCK_BYTES = 4 << 20
 CUDA_BLOCK_BYTES = 64 << 20
 
 
-def block_files(spec: MelSpec, kind: str) -> int:
+def block_files(
+    spec: MelSpec,
+    kind: str,  # of device: "cpu" or "cuda"; others are like the CPU
+) -> int:
     "Number of recordings in a block: frames, spectra and magnitudes fit into the block memory of that kind of device."
     frames = -(-len(spec.grid.distinct[0]) // FRAME_ALIGN) * FRAME_ALIGN
     per_file = frames * 4 * (spec.n_fft + 3 * (spec.n_fft // 2 + 1) + spec.n_mels)

@@ -69,7 +69,9 @@ def spread(values: list[float]) -> dict[str, float]:  # median, least, most
     return {"median": median(values), "least": min(values), "most": max(values)}
 
 
-def spreads(rounds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
+def spreads(
+    rounds: Sequence[Mapping[str, float | None]],  # figures of each round; None: not measured
+) -> dict[str, Any]:
     "Return median and range of each figure over the rounds; None for a figure that was never measured."
     found = {key: [value for r in rounds if (value := r[key]) is not None] for key in rounds[0]}
     return {key: spread(values) if values else None for key, values in found.items()}
@@ -219,7 +221,11 @@ def run_build(root: Path, folder: Path, words: Iterable[str], n_files: int) -> P
     return run_leakmel("build", str(root), "--out", str(target), *words)
 
 
-def verify_all(root: Path, out: Path, sample: str = "all") -> dict[str, Any]:
+def verify_all(
+    root: Path,
+    out: Path,
+    sample: str = "all",  # rows of each data set to recompute
+) -> dict[str, Any]:
     "Compare the digests of every data set below `out` with the recordings, and recompute a sample of its rows."
     reports = [
         run_leakmel("verify", str(path), "--root", str(root), "--sample", sample).body
@@ -269,7 +275,9 @@ def bench_build(
     }
 
 
-def build_table(figures: dict[str, Any] | None) -> str:
+def build_table(
+    figures: dict[str, Any] | None,  # of `bench_build`; None: not measured
+) -> str:
     "Return the figures of `bench_build` as a text table; None: not measured."
     if figures is None:
         return "not measured"
@@ -294,7 +302,11 @@ def store(figures: dict[str, Any], folder: str | os.PathLike) -> Path:
     return write_whole(work_folder(folder) / name, json.dumps(figures, indent=1) + "\n", sync=False)
 
 
-def newest(suite: str, folder: str | os.PathLike, device: str = "") -> dict[str, Any] | None:
+def newest(
+    suite: str,
+    folder: str | os.PathLike,
+    device: str = "",  # "cuda" or "cpu": figures of such a device only, where a suite notes one
+) -> dict[str, Any] | None:
     """Return the newest complete record of a suite, without rehearsals; None: not measured.
 
     Where a suite notes a device, only figures of such a device ("cuda" or "cpu") count.
@@ -510,7 +522,10 @@ def scores_of(found: Times, failures: Mapping[Key, str], cache: str, n_files: in
     return sorted(scores, key=lambda s: -s["files_per_s"])
 
 
-def gain(states: Mapping[str, Sequence[Score]], name: str) -> float:
+def gain(
+    states: Mapping[str, Sequence[Score]],  # "cold", "warm" -> scores
+    name: str,
+) -> float:
     "Return the speed-up over the defaults, as a product over all states; 0 if it is not clear, or slower in one state."
     product, clear = 1.0, False
     for scores in states.values():
@@ -527,7 +542,10 @@ def gain(states: Mapping[str, Sequence[Score]], name: str) -> float:
     return product if clear else 0.0
 
 
-def best_candidate(states: Mapping[str, Sequence[Score]], names: Sequence[str]) -> str:
+def best_candidate(
+    states: Mapping[str, Sequence[Score]],  # "cold", "warm" -> scores
+    names: Sequence[str],
+) -> str:
     "Return the setting with the largest clear speed-up over the defaults; DEFAULT: none is clearly faster."
     return max((DEFAULT, *names), key=lambda name: gain(states, name) or float(name == DEFAULT))
 
@@ -702,7 +720,10 @@ def tune_table(f: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"{f['seconds']:.1f} s; {f['advice']}", *stored])
 
 # %% ../../nbs/ops/bench.ipynb #2d74a1c9
-def tune_plot(figures: Mapping[str, Any], cache: str) -> Any:  # go.Figure
+def tune_plot(
+    figures: Mapping[str, Any],
+    cache: str,  # state of the page cache: "cold" or "warm"
+) -> Any:  # go.Figure
     "Draw the rate of each setting of a run of `tune`, for a page cache that is cold or warm, with the range of its rounds."
     scores = [s for s in figures["builds"][cache] if s["rounds"]]
     if not scores:

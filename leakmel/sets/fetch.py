@@ -228,7 +228,11 @@ def read_members(
         ) from e
 
 # %% ../../nbs/sets/fetch.ipynb #d1798bfa
-def write_headerless(data: bytes, path: Path, name: str) -> None:
+def write_headerless(
+    data: bytes,  # 32-bit little-endian PCM, mono, 8 kHz
+    path: Path,
+    name: str,
+) -> None:
     """Write 32-bit little-endian samples of 8 kHz, mono, as a WAV file, and compare it with them.
 
     `name` is for messages. Raises DataError, OSError.

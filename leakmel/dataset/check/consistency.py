@@ -359,7 +359,10 @@ def attribute_problems(attrs: Mapping[str, Any], spec: MelSpec, n_rows: int) -> 
 _ROUNDING = {"mel_hz": 1e-12}  # of a band centre, relative
 
 
-def scale_problems(columns: Columns, spec: MelSpec) -> Iterator[str]:
+def scale_problems(
+    columns: Columns,  # name -> array or HDF5 data set
+    spec: MelSpec,
+) -> Iterator[str]:
     "Yield dimension scales of the rows that do not match the settings."
     for name, right in schema.scales(spec).items():
         found = columns[name]
@@ -370,7 +373,10 @@ def scale_problems(columns: Columns, spec: MelSpec) -> Iterator[str]:
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #e8a30006
 def structure_problems(
-    file: h5py.File, spec: MelSpec, columns: Columns, attributes: Mapping[str, Any]
+    file: h5py.File,
+    spec: MelSpec,
+    columns: Columns,  # name -> array or HDF5 data set, of all but rows and waveforms
+    attributes: Mapping[str, Any],
 ) -> Iterator[str]:
     "Yield what no digest covers and a build would write in another way: attributes of axes, types, storage."
     row = {name: np.zeros(1, column.dtype) for name, column in columns.items()}
@@ -422,7 +428,7 @@ def pick_rejected(
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f8206e8c
 def rejected_problems(
-    columns: Columns,
+    columns: Columns,  # name -> array or HDF5 data set
     spec: MelSpec,
     naming: Naming,
     labels: Sequence[str],
@@ -478,7 +484,9 @@ def _rejected_now(
     return f", but it now {now}: either the rejection was wrong, or the file was repaired later"
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f7b377ee
-def accounting_problems(columns: Columns) -> Iterator[str]:
+def accounting_problems(
+    columns: Columns,  # name -> array or HDF5 data set
+) -> Iterator[str]:
     "Yield incomplete lists of rejected files, unsorted or repeated paths, and files that are both rows and rejected."
     counts = {name: columns[f"rejected/{name}"].shape for name in ("path", "code", "message")}
     if len(set(counts.values())) > 1 or len(counts["path"]) != 1:

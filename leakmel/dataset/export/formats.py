@@ -112,7 +112,11 @@ def column_names(data: MelDataset) -> list[str]:
     return sorted(names, key=lambda name: (name.startswith("extra/"), name))
 
 
-def columns_of(source: ExportSource, start: int, stop: int) -> dict[str, Any]:
+def columns_of(
+    source: ExportSource,
+    start: int,  # first row
+    stop: int,  # behind the last row
+) -> dict[str, Any]:
     "Return the columns of some rows, lists of texts or arrays; raises VerifyError for a damaged file."
     data, file = source.data, source.data.file
     labels = data.labels[start:stop]
@@ -172,7 +176,9 @@ def tree_size(folder: Path) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 # %% ../../../nbs/dataset/export/formats.ipynb #f09a0005
-def parse_time(text: str) -> tuple[datetime | None, int | None]:
+def parse_time(
+    text: str,  # ISO 8601; empty: not known
+) -> tuple[datetime | None, int | None]:
     "Split a time in ISO 8601 into local time without zone and offset from UTC in seconds; None: not known."
     try:
         when = datetime.fromisoformat(text)
@@ -263,7 +269,10 @@ def escaped(text: object) -> str:
     return "".join("\\" + c if c in "\\`*_[]<>|#&~$!" else c for c in show_path(str(text)))
 
 
-def filled(template: str, **values: Any) -> str:
+def filled(
+    template: str,  # of Jinja2
+    **values: Any,
+) -> str:
     "Fill a Jinja template of Markdown; whatever is put in is escaped, unless it is `markupsafe.Markup`."
     from jinja2 import Environment
     from markupsafe import Markup
@@ -443,7 +452,11 @@ No sensors, sessions or folders are known: recordings of one sensor can be in se
 """
 
 
-def data_set_card(facts: Sequence[Mapping[str, Any]], name: str, license: str | None = None) -> str:
+def data_set_card(
+    facts: Sequence[Mapping[str, Any]],
+    name: str,
+    license: str | None = None,  # of recordings and labels; None: not given
+) -> str:
     "Return the card, in Markdown, of data sets by their facts, one for each split; without a licence: not given."
     labels = list(dict.fromkeys(label for f in facts for label in f["labels"]))
     return filled(_CARD, facts=facts, labels=labels, name=name, license=license or NOT_GIVEN)
@@ -476,7 +489,10 @@ _KINDS = {  # functions of pyarrow.types -> types of schema.org; the first one t
 }
 
 
-def record_set(name: str, schema: Any) -> dict[str, Any]:
+def record_set(
+    name: str,  # of the Parquet file, relative to the description
+    schema: Any,  # pyarrow.Schema of the file
+) -> dict[str, Any]:
     "Describe the columns of a Parquet file, named relative to the description; those with nested values are left out."
     types, table = require_package("pyarrow").types, Path(name).stem
     fields: list[dict[str, Any]] = []

@@ -67,7 +67,9 @@ FILE_COLUMNS = (
 )
 
 
-def data_set_name(split: str) -> str:
+def data_set_name(
+    split: str,  # "TRAINING", ...; "" for a folder of label folders
+) -> str:
     "The file name of a split's data set; the split of a folder of label folders is empty."
     return f"{split or 'ALL'}_DATASET.H5"
 

@@ -166,7 +166,9 @@ def rejected_dict(rejected: Rejected) -> dict[str, str]:
     return facts
 
 # %% ../../../nbs/dataset/source/loader.ipynb #62cd1d1e
-def percent(share: float) -> str:
+def percent(
+    share: float,  # 0 to 1
+) -> str:
     "Format a share as a percentage; values just below 1 become 'nearly 100 %'."
     return f"{100 * share:.3g} %" if not 0.9995 <= share < 1 else "nearly 100 %"
 

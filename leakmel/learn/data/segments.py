@@ -95,7 +95,10 @@ class Task:
         "Name of the leak label in the data set."
         return self.class_names[self.leak_in_data]
 
-    def classes(self, labels: np.ndarray) -> np.ndarray:
+    def classes(
+        self,
+        labels: np.ndarray,  # [n] int, numbers in the data set
+    ) -> np.ndarray:
         "Convert [n] labels of the data set to [n] int64 classes of the model; -1: left out."
         return np.array(self.to_model, np.int64)[np.asarray(labels, np.int64)]
 
@@ -157,7 +160,10 @@ def conform_recording(recording: Recording, spec: MelSpec, length: str = "whole"
     return row[:n], status
 
 # %% ../../../nbs/learn/data/segments.ipynb #7ed4f0e8
-def segment_count(n_samples: int, spec: MelSpec) -> int:
+def segment_count(
+    n_samples: int,  # of a recording at the model's rate, at least one long window
+    spec: MelSpec,
+) -> int:
     "Count the long segments that lie wholly in a recording of so many samples, at least one long window."
     return piece_count(n_samples, spec.long_window, spec.long_hop, "long segment")
 
@@ -170,7 +176,10 @@ def covered_samples(n_long: _Count, spec: MelSpec) -> _Count:
     return (n_long - 1) * spec.long_hop + spec.long_window
 
 
-def cut_into_rows(row: np.ndarray, spec: MelSpec) -> tuple[np.ndarray, np.ndarray]:
+def cut_into_rows(
+    row: np.ndarray,  # [n] int16 or float32, of `conform_recording`
+    spec: MelSpec,
+) -> tuple[np.ndarray, np.ndarray]:
     """Cut a recording, as `conform_recording` returns it, into rows of the spec's length with all its long segments.
 
     Returns [P, N] samples, with zeros behind the recording, and [P] int64 long segments that count.
@@ -187,7 +196,7 @@ def cut_into_rows(row: np.ndarray, spec: MelSpec) -> tuple[np.ndarray, np.ndarra
 def segments_per_row(
     n_samples: np.ndarray,  # [B] int, of each recording before it was brought to the model's rate
     sample_rate: np.ndarray,  # [B] int, Hz, likewise
-    spec: MelSpec,
+    spec: MelSpec,  # of the rows
 ) -> np.ndarray:
     "Count the long segments of each row that lie wholly in its recording: [B] int64, 0 to L."
     pairs, of = np.unique(np.stack([n_samples, sample_rate], 1), axis=0, return_inverse=True)
@@ -372,7 +381,11 @@ class Segments(AbstractContextManager["Segments"]):
             close_opened(self.sources, sources)
             raise
 
-    def preload(self, preload_to_ram: bool | str = "auto", progress: str = "auto") -> None:
+    def preload(
+        self,
+        preload_to_ram: bool | str = "auto",  # "auto": where it takes at most half of the free memory
+        progress: str = "auto",
+    ) -> None:
         "Load the items into memory, if they are not there yet; options as for the data set."
         fits = preload_to_ram == "auto" and self.n_bytes <= free_memory() // 2
         if self.preloaded is None and (preload_to_ram is True or fits):
@@ -470,7 +483,10 @@ class Segments(AbstractContextManager["Segments"]):
         at = self.recording_of(items)
         return self.rows[at] * self.per_row + items - self.row_starts[at]
 
-    def batch(self, items: Sequence[int] | np.ndarray) -> Batch:
+    def batch(
+        self,
+        items: Sequence[int] | np.ndarray,  # [B] int, negative ones count from the end
+    ) -> Batch:
         "Read [B] items from memory or from the files; raises IndexError for one that does not exist."
         at = np.array(items, np.int64).reshape(-1)
         for i in at[(at < 0) | (at >= len(self))]:
@@ -480,7 +496,10 @@ class Segments(AbstractContextManager["Segments"]):
         x = torch.from_numpy(self.read(at)) if held is None else held.index_select(0, numbers)
         return Batch(x, torch.from_numpy(self.labels[self.recording_of(at)]), numbers)
 
-    def read(self, items: np.ndarray) -> np.ndarray:
+    def read(
+        self,
+        items: np.ndarray,  # [B] int64, 0 or more
+    ) -> np.ndarray:
         "Read [B] items from the files."
         depth = LEVELS[self.level]
         wanted = self.places(items)

@@ -31,7 +31,9 @@ Group = str | re.Pattern | Sequence | np.ndarray
 _UNORDERED = (Mapping, Set, bytes)  # not values in the order of the recordings
 
 
-def with_date(table: "pd.DataFrame") -> "pd.DataFrame":
+def with_date(
+    table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
+) -> "pd.DataFrame":
     "Add the column date where the table has none of its own: extra/date, else the first ten characters of start_time."
     if "extra/date" in table:
         return table.assign(date=table["extra/date"])
@@ -123,7 +125,10 @@ def recordings_of(ds: Segments) -> "pd.DataFrame":
     return table.iloc[ds.rows].reset_index(drop=True)
 
 # %% ../../../nbs/learn/data/splits.ipynb #0dd94efa
-def join_groups(groups: np.ndarray, content: np.ndarray) -> np.ndarray:
+def join_groups(
+    groups: np.ndarray,  # [n] str or int
+    content: np.ndarray,
+) -> np.ndarray:
     """Number [n] groups from 0, in the order of their names; groups that share content get one number.
 
     `content` is [n] str, equal where the content is; empty where that is not known.
@@ -166,7 +171,10 @@ def divide_groups(
     return found[int(_costs(got, shares).sum((-1, -2)).argmin())]
 
 
-def _costs(got: np.ndarray, shares: np.ndarray) -> np.ndarray:
+def _costs(
+    got: np.ndarray,  # [..., P, K] share of each label in each part
+    shares: np.ndarray,  # [P] that are wanted
+) -> np.ndarray:
     "Compute [..., P, K] costs of shares of labels in parts; a missing label costs more than all deviations together."
     wanted = shares[:, None]
     absent = max(_MISSING_LABEL_COST, got.shape[-1] / shares.min())
@@ -259,7 +267,10 @@ def _texts(table: "pd.DataFrame", name: str, form: Callable[[str], str] = text_k
     return np.fromiter(texts, object, len(values))
 
 
-def names_by_sensor(table: "pd.DataFrame", names: Sequence[str]) -> np.ndarray:
+def names_by_sensor(
+    table: "pd.DataFrame",  # a row for each recording
+    names: Sequence[str],
+) -> np.ndarray:
     """Tell names of recordings of different sensors apart: "sensor/name".
 
     An unknown name is empty; a name that a recording of an unknown sensor has stays alone.
@@ -321,7 +332,11 @@ def find_shared(
     return [s for s in found if s is not None]
 
 # %% ../../../nbs/learn/data/splits.ipynb #d1d34b25
-def recordings_table(sources: Sequence[MelDataset], *, progress: str = "auto") -> "pd.DataFrame":
+def recordings_table(
+    sources: Sequence[MelDataset],
+    *,
+    progress: str = "auto",  # where reading of rows without digests is shown: as for `core.progress.Progress`
+) -> "pd.DataFrame":
     """Return the metadata of all recordings, in the order of the data sets: label, path, sensor, ... as far as known.
 
     The column content has the digest of the samples (or of the row, which is read), empty for silence.
@@ -624,7 +639,9 @@ def _remedy(
     return "use one of: " + "; ".join(ways) if ways else "add recordings of other groups with these labels"
 
 
-def can_be_left_out(counts: np.ndarray) -> np.ndarray:
+def can_be_left_out(
+    counts: np.ndarray,  # [G, K] recordings of each label in each group
+) -> np.ndarray:
     "Find groups without which all labels still have recordings: [G] bool from [G, K] recordings."
     present = counts[:, counts.sum(0) > 0]
     return ((present.sum(0) - present) > 0).all(1)

@@ -156,7 +156,9 @@ def _require_file(path: Path, remedy: str) -> None:
 _MOST = 1e9  # of a value: squares of larger ones overflow
 
 
-def load_embeddings(path: str | os.PathLike) -> Embeddings:
+def load_embeddings(
+    path: str | os.PathLike,  # of `Embeddings.save`
+) -> Embeddings:
     "Read a file of `Embeddings.save`, never running code; raises DataError for a damaged or another file."
     where = Path(path)
     _require_file(where, "give a file of leakmel similar --store")
@@ -191,7 +193,10 @@ def load_embeddings(path: str | os.PathLike) -> Embeddings:
         ) from e
 
 # %% ../../../nbs/learn/embed/embed.ipynb #2e395ff3
-def band_sums(rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def band_sums(
+    rows: np.ndarray,  # [B, L, S, M, T] dB
+    counts: np.ndarray,
+) -> np.ndarray:
     """Sum the moments of the bands over the segments of each row [B, L, S, M, T].
 
     The first `counts` [B] of them exist. Returns [B, 2*M] float64: of the mean of each
@@ -220,7 +225,10 @@ class Embedder:
         "Fields of the embeddings that it makes."
         return {"kind": self.name, "identity": self.identity, "spec": self.spec}
 
-    def finish(self, means: np.ndarray) -> np.ndarray:
+    def finish(
+        self,
+        means: np.ndarray,  # [n, 2*M] float64, mean over the segments of each recording
+    ) -> np.ndarray:
         """Make the embeddings [n, d] float32 of the mean of the segments of each recording, [n, 2*M] float64.
 
         They are the features of `window_features`: shape and deviation of the bands, the level.
@@ -292,7 +300,10 @@ def embed_recordings(
     )
 
 
-def listed(folder: Path, paths: Sequence[bytes]) -> RecordingList:
+def listed(
+    folder: Path,
+    paths: Sequence[bytes],  # relative to it
+) -> RecordingList:
     "List given recordings of a folder or URL; those that do not exist are rejected when they are read."
     listing = make_listing("", folder, [(p, 0, 0) for p in paths], [""] * len(paths), ("",), Naming())
     return RecordingList(listing, np.full(len(paths), "", object), ParsedNames(list(paths)))
@@ -435,7 +446,11 @@ _BLOCK = 8192  # recordings that are compared at once
 _MIN_DEVIATION = 1e-6  # of a value that is the same in all recordings; it is not divided
 
 
-def nearest(vectors: np.ndarray, query: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+def nearest(
+    vectors: np.ndarray,  # [n, d] float32, n at least 1
+    query: np.ndarray,
+    k: int,  # neighbours, at least 1
+) -> tuple[np.ndarray, np.ndarray]:
     """Find the k nearest of the vectors [n, d] float32 to a query [d] by comparing all; n and k at least 1.
 
     Returns [k] int64 numbers and [k] float64 distances, the nearest first; of equal ones the first.
@@ -517,7 +532,10 @@ class SimilarRecordings:
         labels = f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label"
         return "\n".join([head, *near, labels, *lost])
 
-    def figure(self, most: int = 5) -> "go.Figure":
+    def figure(
+        self,
+        most: int = 5,  # neighbours, 1 to 12
+    ) -> "go.Figure":
         """Draw the mel spectrograms of the query and of its 1 to 12 nearest, as long as they were compared.
 
         A recording that cannot be read again has an empty picture. Raises UsageError for another number.

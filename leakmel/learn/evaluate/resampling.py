@@ -721,8 +721,8 @@ def learning_curve(
     group: Group = "sensor",  # kept together in folds and intervals; as for `cross_validate`
     # folder of learning_curve.csv, learning_curve.html, summary.json and finished fits; None: none is written
     out: str | os.PathLike | None = None,
-    sizes: Sequence[float]
-    | None = None,  # shares of the training recordings, 1 is always one; None: folds.SHARES
+    # shares of the training recordings, 1 is always one; None: SHARES
+    sizes: Sequence[float] | None = None,
     n_folds: int = 5,  # at least 2; as for `cross_validate`
     seeds: int = 3,  # repetitions with other folds, parts and fits, at least 1
     settings: TrainSettings | None = None,  # None: the defaults; the kind "auto" is taken as "spectral"

@@ -68,7 +68,11 @@ def counts_by_group(
     return np.stack([np.bincount(code[c], minlength=n) for c in cells], axis=1)
 
 
-def confusion(y_true: ArrayLike, score: ArrayLike, threshold: float = 0.5) -> Confusion:  # [B] bool, [B]
+def confusion(
+    y_true: ArrayLike,  # [B] bool
+    score: ArrayLike,  # [B]
+    threshold: float = 0.5,
+) -> Confusion:  # [B] bool, [B]
     "Count the confusion matrix; a recording is called a leak from the threshold on."
     truth, scores = check_scores(y_true, score)
     return Confusion(*counts_by_group(truth, scores >= threshold, np.zeros(len(truth), int), 1)[0].tolist())
@@ -80,7 +84,7 @@ def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 def figures_of_counts(
-    counts: ArrayLike,
+    counts: ArrayLike,  # [..., 4]: true leaks, missed leaks, false alarms, true normals; weighted ones too
 ) -> dict[str, np.ndarray]:  # [..., 4] -> each [...], NaN where undefined
     "Compute all figures of true leaks, missed leaks, false alarms and true normals; weighted ones too."
     tp, fn, fp, tn = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
@@ -113,7 +117,10 @@ class Roc:
         )
 
 
-def roc(y_true: ArrayLike, score: ArrayLike) -> Roc:  # [B] bool, [B] -> all NaN where a class is missing
+def roc(
+    y_true: ArrayLike,  # [B] bool
+    score: ArrayLike,  # [B]
+) -> Roc:  # [B] bool, [B] -> all NaN where a class is missing
     "Compute the ROC curve, one point for each distinct score."
     truth, scores = check_scores(y_true, score)
     values, code = np.unique(scores, return_inverse=True)
@@ -137,7 +144,11 @@ def leak_metrics(
     return {name: float(value) for name, value in figures.items()} | {"auc": roc(y_true, score).auc}
 
 
-def why_undefined(y_true: ArrayLike, score: ArrayLike, threshold: float = 0.5) -> dict[str, str]:
+def why_undefined(
+    y_true: ArrayLike,  # [B] bool
+    score: ArrayLike,
+    threshold: float = 0.5,
+) -> dict[str, str]:
     "Explain which figures are undefined, of labels [B] and scores [B]: only for figures that are NaN."
     c = confusion(y_true, score, threshold)
     no_leak = not c.true_leak + c.missed_leak
@@ -158,7 +169,10 @@ def why_undefined(y_true: ArrayLike, score: ArrayLike, threshold: float = 0.5) -
     return why
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #39295818
-def best_threshold(y_true: ArrayLike, score: ArrayLike) -> float:  # raises DataError if a class is missing
+def best_threshold(
+    y_true: ArrayLike,  # [B] bool, of validation recordings
+    score: ArrayLike,
+) -> float:  # raises DataError if a class is missing
     "Choose the threshold with the highest F1 on validation [B], in the middle of the gap between two scores."
     truth, curve = check_scores(y_true, score)[0], roc(y_true, score)
     n_leaks, n = int(truth.sum()), len(truth)
@@ -197,7 +211,11 @@ class Reliability:
         return float((self.n * apart).sum() / self.n.sum()) if self.n.sum() else float("nan")
 
 
-def reliability(y_true: ArrayLike, score: ArrayLike, n_bins: int = 10) -> Reliability:  # [B] bool, [B] 0 to 1
+def reliability(
+    y_true: ArrayLike,  # [B] bool
+    score: ArrayLike,  # [B], 0 to 1
+    n_bins: int = 10,
+) -> Reliability:  # [B] bool, [B] 0 to 1
     "Compare scores with the share of leaks in bins of equal width."
     truth, scores = check_scores(y_true, score)
     bins = np.minimum((scores * n_bins).astype(np.int64), n_bins - 1)
@@ -338,7 +356,10 @@ class Calibration:
     n: int  # recordings it was fitted on
     share: float  # of them that are leaks
 
-    def probability(self, score: np.ndarray | float) -> np.ndarray:  # [...] -> [...] float64, 0 to 1
+    def probability(
+        self,
+        score: np.ndarray | float,  # [...] 0 to 1
+    ) -> np.ndarray:  # [...] -> [...] float64, 0 to 1
         "Return the probability of a leak for each score."
         if self.method == "isotonic":
             return np.asarray(np.interp(score, self.x, self.y))

@@ -39,7 +39,10 @@ class Groups:
     def __len__(self) -> int:
         return len(self.names)
 
-    def of(self, chosen: np.ndarray) -> "Groups":  # [m] int, numbers of recordings
+    def of(
+        self,
+        chosen: np.ndarray,  # [k] int, numbers of recordings, ascending
+    ) -> "Groups":  # [m] int, numbers of recordings
         "Choose recordings; groups without one of them are left out."
         used, code = np.unique(self.code[chosen], return_inverse=True)
         return Groups(self.by, code.astype(np.int64), tuple(self.names[k] for k in used.tolist()), self.note)
@@ -70,13 +73,16 @@ def source_names(paths: Iterable[str]) -> np.ndarray:  # [B] str
 
 
 def source_of_pieces(
-    table: "pd.DataFrame",
+    table: "pd.DataFrame",  # a row for each recording, with its path
 ) -> np.ndarray:  # [B] str, as `source_names`; of a table with paths
     "Recognise the recording that a piece was cut from by its name and, where it is known, its sensor."
     return names_by_sensor(table, source_names(table["path"]).tolist())
 
 
-def recording_groups(table: "pd.DataFrame", group: Group = "sensor") -> Groups:  # group: as in `group_values`
+def recording_groups(
+    table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
+    group: Group = "sensor",
+) -> Groups:  # group: as in `group_values`
     """Group the recordings that are resampled together, of a table as `MelDataset.files` gives it.
 
     Where the sensor of some is not known: by night, else by what pieces were cut from, else each alone.
@@ -190,7 +196,10 @@ class Bootstrap:
         for times in self.times:
             times[:] = np.bincount(rng.integers(0, n, n), minlength=n)
 
-    def auc_draws(self, score: np.ndarray) -> np.ndarray:  # [B] -> [D], NaN where a draw holds one class only
+    def auc_draws(
+        self,
+        score: np.ndarray,  # [B]
+    ) -> np.ndarray:  # [B] -> [D], NaN where a draw holds one class only
         "Compute the area under the ROC curve in every draw."
         truth, scores = metrics.check_scores(self.truth, score)
         order = np.argsort(scores, kind="stable")
@@ -208,7 +217,9 @@ class Bootstrap:
         return np.concatenate(areas)
 
     def draws(
-        self, score: np.ndarray, threshold: float
+        self,
+        score: np.ndarray,  # [B]
+        threshold: float,
     ) -> dict[str, np.ndarray]:  # [B] -> [D] of each of FIGURES
         "Compute every figure of a model in every draw."
         truth, scores = metrics.check_scores(self.truth, score)
@@ -416,7 +427,10 @@ _REMAINING_FIGURES = {
 }
 
 
-def cautions(truth: np.ndarray, groups: Groups) -> tuple[str, ...]:  # truth: [B] bool
+def cautions(
+    truth: np.ndarray,  # [B] bool
+    groups: Groups,
+) -> tuple[str, ...]:  # truth: [B] bool
     "List what a data set is too small or too unbalanced to prove, the worst first."
     if not len(truth):
         return ("The test set is empty, so the evaluation proves nothing.",)
@@ -456,7 +470,9 @@ def cautions(truth: np.ndarray, groups: Groups) -> tuple[str, ...]:  # truth: [B
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #b36d9cc6
 def permute_group_labels(
-    truth: np.ndarray, groups: Groups, rng: np.random.Generator
+    truth: np.ndarray,  # [B] bool
+    groups: Groups,
+    rng: np.random.Generator,
 ) -> np.ndarray:  # [B] bool
     "Permute the shares of leaks between groups, and draw which recordings are leaks; no class is lost."
     code, size = groups.code, np.bincount(groups.code, minlength=len(groups))
@@ -547,7 +563,11 @@ def permutation_test(
     )
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #7a5b2081
-def group_rows(truth: np.ndarray, model: ScoredModel, groups: Groups) -> list[dict]:  # truth: [B] bool
+def group_rows(
+    truth: np.ndarray,  # [B] bool
+    model: ScoredModel,
+    groups: Groups,
+) -> list[dict]:  # truth: [B] bool
     "Compute recordings, leaks and FIGURES of each group (None where undefined), the worst first."
     code = groups.code
     counts = metrics.counts_by_group(truth, model.score >= model.threshold, code, len(groups))

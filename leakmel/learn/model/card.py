@@ -117,7 +117,9 @@ def record_from_plain(
     return EvaluationRecord(**shown | texts)
 
 
-def held_out_from_plain(values: Mapping[str, Any] | None) -> HeldOutScores | None:
+def held_out_from_plain(
+    values: Mapping[str, Any] | None,  # as `Detector.save` writes them; None: a file without them
+) -> HeldOutScores | None:
     "Read held-out scores of `Detector.save`, or None; raises LookupError, AttributeError, ValueError."
     if values is None:
         return None

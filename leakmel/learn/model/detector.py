@@ -40,7 +40,11 @@ from leakmel.learn.model.spectral import SpectralClassifier, SpectralSettings
 _MIN_PROBABILITY = 1e-6  # the logit of 0 is infinite
 
 
-def platt(probability: Tensor, slope: Tensor | float, offset: Tensor | float) -> Tensor:
+def platt(
+    probability: Tensor,  # of a leak, 0 to 1
+    slope: Tensor | float,
+    offset: Tensor | float,
+) -> Tensor:
     "Apply a calibration line to the logit of probabilities (Platt 1999)."
     p = probability.clamp(_MIN_PROBABILITY, 1 - _MIN_PROBABILITY)
     return (slope * p.logit() + offset).sigmoid()
@@ -79,7 +83,11 @@ class BlendClassifier(nn.Module):
         "Number of fitted values of all members."
         return sum(cast(LeakNet, m).n_parameters for m in self.members)
 
-    def class_probabilities(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+    def class_probabilities(
+        self,
+        rows: Tensor,  # [B, L, S, M, T] dB
+        mask: Tensor | None = None,
+    ) -> Tensor:
         "Return the probability of each class in each long segment, [B, L, K]; `mask` as for its members."
         s = self.settings
         found = [m.class_probabilities(rows, mask) for m in self.members]  # type: ignore[operator]
@@ -201,7 +209,11 @@ class Detector:
         "Threshold of the vote that is used."
         return self.thresholds[self.vote]
 
-    def class_scores(self, rows: Tensor, counts: np.ndarray | None = None) -> Tensor:
+    def class_scores(
+        self,
+        rows: Tensor,  # [B, L, S, M, T] dB, on the device of the classifier
+        counts: np.ndarray | None = None,
+    ) -> Tensor:
         """Compute the probability of each class in each long segment, [B, L, K] float32, of sum 1.
 
         Rows [B, L, S, M, T] dB are on the device of the classifier; the first `counts` [B] of their segments
@@ -231,7 +243,11 @@ class Detector:
             scored = torch.cat([self.classifier.class_probabilities(*pair) for pair in pairs])
             return torch.where(mask[:, :, None], scored, torch.nan)
 
-    def segment_scores(self, rows: Tensor, counts: np.ndarray | None = None) -> Tensor:
+    def segment_scores(
+        self,
+        rows: Tensor,  # [B, L, S, M, T] dB, on the device of the classifier
+        counts: np.ndarray | None = None,
+    ) -> Tensor:
         "Compute the probability of a leak in each long segment, [B, L] float32, as `class_scores` does."
         return self.class_scores(rows, counts)[..., self.task.leak_in_model]
 
@@ -455,7 +471,7 @@ def class_scores(
 
 def score_rows(
     detector: Detector,
-    ds: Segments,
+    ds: Segments,  # recordings, level "recording"
     *,
     device: str | torch.device = "cpu",
     files_per_batch: int = 64,

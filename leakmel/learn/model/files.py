@@ -31,7 +31,11 @@ from leakmel.mel.engines import DEVICES
 _LOG = logging.getLogger("leakmel")
 
 # %% ../../../nbs/learn/model/files.ipynb #9b829131
-def pick_device(name: str = "auto", *, registered: bool = False) -> str:
+def pick_device(
+    name: str = "auto",  # "auto", "cpu", "cuda", "cuda:1", ...
+    *,
+    registered: bool = False,
+) -> str:
     """Return the device of a name ("cpu", "cuda", "cuda:1"); auto: the first GPU, if there is one.
 
     `registered`: other kinds that `mel.engines.DEVICES` knows are devices too. Raises UsageError for a device
@@ -107,7 +111,11 @@ class AdaptiveBatches:
         self._trim = trim
         self._unit = unit
 
-    def fit(self, make: Callable[[int], T], limit: int = sys.maxsize) -> T:
+    def fit(
+        self,
+        make: Callable[[int], T],  # from a number of rows; again from a smaller one after memory ran out
+        limit: int = sys.maxsize,
+    ) -> T:
         """Call a function with the largest number of rows that fits into memory, again where memory ran out.
 
         There are `limit` rows. Raises MachineError if a single row does not fit into memory.
@@ -162,7 +170,11 @@ def require_kind(path: Path, kind: str, is_one: Callable[[BinaryIO], bool]) -> N
         )
 
 
-def require_result(path: Path, kind: str, mark: bytes) -> None:  # raises OutputError
+def require_result(
+    path: Path,
+    kind: str,  # "result of a cross-validation"
+    mark: bytes,
+) -> None:  # raises OutputError
     "Refuse to replace a file without a mark in the first line of a table, at the begin of any other file."
     is_table = path.suffix == ".csv"
     require_kind(path, kind, lambda f: mark in f.readline(4096) if is_table else f.read(len(mark)) == mark)
@@ -247,7 +259,12 @@ def list_checkpoints(folder: str | os.PathLike) -> list[Checkpoint]:
 
 # %% ../../../nbs/learn/model/files.ipynb #4ad1e6f7
 def save_checkpoint(
-    folder: str | os.PathLike, values: Mapping[str, Any], step: int, *, keep: int = 3, sync: bool = True
+    folder: str | os.PathLike,
+    values: Mapping[str, Any],  # as for `plain_bytes`
+    step: int,
+    *,
+    keep: int = 3,
+    sync: bool = True,
 ) -> Checkpoint:
     """Write values as a checkpoint after a step, then remove old ones but the newest `keep`, at least 1.
 
@@ -285,7 +302,10 @@ RECORD = "record.json"
 MODEL = "model.pt"
 
 
-def round_folder(folder: Path, number: int) -> Path:
+def round_folder(
+    folder: Path,
+    number: int,  # from 1; 0: the champion that the first round began with
+) -> Path:
     "Return the folder of a round, from 1, in that of all; 0: the champion that the first one began with."
     return folder / f"round-{number:04d}"
 
@@ -398,7 +418,9 @@ def champion_file(folder: Path) -> Path:
     return path
 
 # %% ../../../nbs/learn/model/files.ipynb #0a9c6030
-def model_file(path: str | os.PathLike) -> Path:
+def model_file(
+    path: str | os.PathLike,  # a detector's file, or a folder: of a training, of a search, or of rounds
+) -> Path:
     """Return the file of the detector that a path means; raises DataError.
 
     The path is that file, or a folder: of a training, of a search, or of rounds, which means the champion.

@@ -129,7 +129,10 @@ class LeakNet(nn.Module):
         self.leak = nn.Linear(n_in, 1)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        images: Tensor,  # [n, M, W] dB, of `segment_images`
+    ) -> tuple[Tensor, Tensor]:
         """Classify items of `segment_images`, [n, M, W] dB; raises UsageError for another size.
 
         Returns the logits of the classes, [n, K], and that of the leak head, [n].
@@ -146,7 +149,11 @@ class LeakNet(nn.Module):
         features = self.dropout(self.hidden(x))
         return self.classes(features), self.leak(features)[:, 0]
 
-    def class_probabilities(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+    def class_probabilities(
+        self,
+        rows: Tensor,
+        mask: Tensor | None = None,  # [B, L] bool, segments that the recording has; None: all
+    ) -> Tensor:
         """Return the probability of each class in each segment of rows [B, L, S, M, T] dB, [B, L, K] float32.
 
         The mask is not used: the probability of a segment depends on this segment only.
@@ -190,7 +197,12 @@ def band_statistics(ds: Segments) -> tuple[np.ndarray, np.ndarray]:
     return mean, np.maximum(np.sqrt(np.maximum(squares / n - mean**2, 0)), 1e-3)
 
 # %% ../../../nbs/learn/model/net.ipynb #99000669
-def smooth_curves(n: int, n_mels: int, deviation_db: float, generator: torch.Generator) -> Tensor:
+def smooth_curves(
+    n: int,
+    n_mels: int,
+    deviation_db: float,  # standard deviation over items and bands, dB
+    generator: torch.Generator,
+) -> Tensor:
     "Draw n random smooth curves over the bands, [n, M] float32, of mean 0, by their standard deviation."
     device = generator.device
     # the fastest of four cosines has two periods over all bands: a sensor's resonances are wide
@@ -203,7 +215,10 @@ def smooth_curves(n: int, n_mels: int, deviation_db: float, generator: torch.Gen
 _NEPERS = math.log(10) / 10  # of a dB of power
 
 
-def add_power(x: Tensor, floor: Tensor) -> Tensor:
+def add_power(
+    x: Tensor,
+    floor: Tensor,  # dB, of a shape that broadcasts with x; -inf: none
+) -> Tensor:
     "Add two powers in dB, of shapes that broadcast; a floor of -inf adds nothing, and no floor makes x less."
     return x + F.softplus((floor - x) * _NEPERS) / _NEPERS
 
@@ -224,13 +239,23 @@ def noise_floors(x: Tensor, settings: AugmentSettings, generator: torch.Generato
     return torch.where(draw[:, 1, None, None] < settings.noise_share, floor, -torch.inf)
 
 # %% ../../../nbs/learn/model/net.ipynb #1d58ffdf
-def mask_plan(size: int, n_masks: int, width: int) -> tuple[int, int]:
+def mask_plan(
+    size: int,
+    n_masks: int,
+    width: int,  # of one at most, as asked for
+) -> tuple[int, int]:
     "Limit masks over bands or columns, and the width of one, so that they never hide everything together."
     n = min(n_masks, size - 1)
     return (n, min(width, (size - 1) // n)) if n > 0 and width > 0 else (0, 0)
 
 
-def random_masks(n: int, size: int, n_masks: int, width: int, generator: torch.Generator) -> Tensor:
+def random_masks(
+    n: int,
+    size: int,
+    n_masks: int,
+    width: int,  # of one at most; widths from 0 to it are equally frequent
+    generator: torch.Generator,
+) -> Tensor:
     """Draw masks over bands or columns at random places for each of n items, [n, size] bool; True: hidden.
 
     Widths from 0 to that of one at most are equally frequent.
@@ -267,7 +292,9 @@ def augment(
     return x if hidden is None else torch.where(hidden, fill.reshape(-1, 1).to(x.dtype), x)
 
 # %% ../../../nbs/learn/model/net.ipynb #26ebe28c
-def balanced_weights(counts: Sequence[int]) -> list[float]:
+def balanced_weights(
+    counts: Sequence[int],  # [K] training items of each class
+) -> list[float]:
     "Return weights that make classes of n items count the same: n / (classes that occur * n of the class)."
     present = sum(n > 0 for n in counts)
     return [sum(counts) / (present * n) if n else 1.0 for n in counts]
@@ -320,7 +347,10 @@ def item_losses(
     return of_class, of_leak
 
 # %% ../../../nbs/learn/model/net.ipynb #15442017
-def batch_totals(y: Tensor, weights: LossWeights) -> tuple[Tensor, Tensor]:
+def batch_totals(
+    y: Tensor,  # [n] int64, of the whole batch
+    weights: LossWeights,
+) -> tuple[Tensor, Tensor]:
     "Return what the losses of a whole batch y are divided by: the sums of its items' weights in both losses."
     return weights.classes[y].sum(), weights.leak[y].sum()
 

@@ -31,14 +31,19 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("leakmel")
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000005
-def segment_statistics(rows: Tensor) -> tuple[Tensor, Tensor]:
+def segment_statistics(
+    rows: Tensor,  # [B, L, S, M, T] dB, float16 or float32
+) -> tuple[Tensor, Tensor]:
     "Compute mean, dB, and variance, dB^2, of each band in each segment: [B, L, S, M, T] -> [B, L, M]."
     frames = rows.float().transpose(2, 3).flatten(3)  # [B, L, M, S*T]
     mean = frames.mean(3)
     return mean, (frames - mean[..., None]).square().mean(3)  # faster than `var` for few frames
 
 
-def window_numbers(mask: Tensor, window: int) -> Tensor:
+def window_numbers(
+    mask: Tensor,  # [B, L] bool, segments that count
+    window: int,
+) -> Tensor:
     """Divide the segments of each recording that count, [B, L] bool, into windows of about `window` segments.
 
     Returns the number of each segment's window in its recording, [B, L] int64.
@@ -184,7 +189,11 @@ class SpectralClassifier(nn.Module):
         if not (self.get_buffer("scale") > 0).all():
             raise ValueError("a scale that is not above 0")
 
-    def tree_probabilities(self, features: Tensor, forest: int) -> Tensor:
+    def tree_probabilities(
+        self,
+        features: Tensor,  # [n, F] float32
+        forest: int,  # 0: trees on whole recordings; 1: trees on windows
+    ) -> Tensor:
         """Return the mean over the trees of the shares [n, K] in the leaves that features [n, F] lead to.
 
         Forest 0 has trees on whole recordings, forest 1 trees on windows.
@@ -228,7 +237,11 @@ class SpectralClassifier(nn.Module):
         )
         return torch.from_numpy((total / s.n_trees).astype(np.float32))
 
-    def class_probabilities(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+    def class_probabilities(
+        self,
+        rows: Tensor,
+        mask: Tensor | None = None,  # [B, L] bool, segments that the recording has; None: all
+    ) -> Tensor:
         """Return the probability of each class in each segment of rows [B, L, S, M, T] dB, [B, L, K] float32.
 
         It is of no meaning for segments outside of the mask [B, L]: those that a recording does not have.
@@ -266,7 +279,10 @@ class SpectralFeatures:
     window: int  # long segments
     keep_level: bool
 
-    def of(self, chosen: np.ndarray) -> "SpectralFeatures":
+    def of(
+        self,
+        chosen: np.ndarray,  # [k] int, numbers of recordings, ascending
+    ) -> "SpectralFeatures":
         "Choose recordings by their numbers, [k] int, ascending."
         mine = np.isin(self.recording, chosen)
         recording = np.searchsorted(chosen, self.recording[mine])
@@ -459,7 +475,10 @@ def baseline_features(*parts: Segments, progress: str = "auto") -> dict[str, np.
     return {"level": of_level, "mean_mels": mean, "trees": shape}
 
 # %% ../../../nbs/learn/model/spectral.ipynb #ba000007
-def fit_logistic(features: np.ndarray, y_true: np.ndarray) -> "Pipeline":
+def fit_logistic(
+    features: np.ndarray,
+    y_true: np.ndarray,  # [B] bool
+) -> "Pipeline":
     """Fit a logistic regression on standardised features [B, M] and truth [B]; classes have equal weight.
 
     `predict_proba(features)[:, 1]` is the probability of a leak. Raises DataError.

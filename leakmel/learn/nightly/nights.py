@@ -63,13 +63,17 @@ BETS = (0.1, 0.3, 0.6)  # exponents of the betting functions
 _MIN_SCORE = 1e-3  # the logit of 0 is infinite
 
 
-def night_logit(score: np.ndarray | float) -> np.ndarray:
+def night_logit(
+    score: np.ndarray | float,  # [...] 0 to 1
+) -> np.ndarray:
     "Return the logit of scores from 0 to 1, as float64."
     p = np.clip(np.asarray(score, np.float64), _MIN_SCORE, 1 - _MIN_SCORE)
     return np.log(p / (1 - p))
 
 
-def e_values(p: np.ndarray) -> np.ndarray:
+def e_values(
+    p: np.ndarray,  # [S] p-values
+) -> np.ndarray:
     "Return [K, S] b p^(b - 1) of p-values [S], at least 0.005, for each exponent b (Shafer et al. 2011, Statistical Science 26, 84-101)."
     return np.stack([b * np.maximum(p, 0.005) ** (b - 1) for b in BETS])
 
@@ -92,7 +96,10 @@ class Evidence:
         "[S] evidence of each sensor."
         return self.r.mean(axis=0)
 
-    def add(self, x: np.ndarray) -> np.ndarray:
+    def add(
+        self,
+        x: np.ndarray,  # [S] logit of the night; NaN: no usable recording, nothing changes
+    ) -> np.ndarray:
         "Add a night [S] of logits, NaN without a usable recording; returns its p-values [S], NaN where it was not compared."
         from scipy.special import stdtr
 
@@ -113,7 +120,11 @@ class Evidence:
 
 # %% ../../../nbs/learn/nightly/nights.ipynb #42d6e0ad
 def read_features(
-    copies: LocalCopies, engine: Engine, spec: MelSpec, path: bytes, digest: str
+    copies: LocalCopies,
+    engine: Engine,
+    spec: MelSpec,
+    path: bytes,  # relative to the folder
+    digest: str,
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Read a recording of any length again, and compute its log-mel spectrogram by an engine on the CPU.
 
@@ -149,7 +160,12 @@ def levels_of(mels: np.ndarray) -> Levels:
 
 
 def recording_levels(
-    folder: Path, paths: Sequence[bytes], digests: Sequence[str], spec: MelSpec, *, progress: str = "auto"
+    folder: Path,
+    paths: Sequence[bytes],  # relative to it
+    digests: Sequence[str],
+    spec: MelSpec,
+    *,
+    progress: str = "auto",
 ) -> list[Levels | None]:
     "Measure recordings of a folder or URL that had these digests; None: it has changed since, or cannot be read any more."
     with (
@@ -448,7 +464,11 @@ _SENSOR = "sensor"  # column of a table of recordings, beside the quantities
 Ranges = dict[str, tuple[float, ...]]  # quantity -> its QUANTILES
 
 
-def quantities(level: np.ndarray, score: np.ndarray | None, bands: np.ndarray) -> dict[str, np.ndarray]:
+def quantities(
+    level: np.ndarray,  # [n] dB re full scale
+    score: np.ndarray | None,  # [n]; None: not known
+    bands: np.ndarray,  # [n, K] dB
+) -> dict[str, np.ndarray]:
     "Return the quantities [n] that are compared, of levels [n] and bands [n, K] in dB, and of scores [n] where they are known."
     found = {"level": level} | ({} if score is None else {"score": score})
     return found | {f"band {k}": band for k, band in enumerate((bands - bands.mean(1, keepdims=True)).T, 1)}
@@ -551,7 +571,11 @@ def reference_of_history(history: History) -> Reference | None:
     return None
 
 
-def keep_reference(history: History, detector: Detector, given: str | os.PathLike | None) -> None:
+def keep_reference(
+    history: History,
+    detector: Detector,
+    given: str | os.PathLike | None,  # data set; None: the one that is stored, else the first nights
+) -> None:
     """Store a data set as the reference; None: the reference that is stored, else the first nights.
 
     Its scores are the model's held-out scores without a leak, where its file has them.
@@ -610,7 +634,10 @@ class Drift:
         }
 
 
-def drift_of(history: History, reference: Reference | None) -> Drift | None:
+def drift_of(
+    history: History,
+    reference: Reference | None,  # None: there is none yet
+) -> Drift | None:
     "Compare the recordings of the last seven nights with a reference; None without one, or with too few recordings."
     last = history.last_night()
     if reference is None or not last:

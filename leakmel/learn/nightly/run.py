@@ -153,7 +153,10 @@ def _sort_files(history: History, files: _Files) -> None:
 _FIRST_DAY = "1990-01-01"
 
 
-def recording_time(start_time: str, mtime_ns: int) -> tuple[str, bool]:
+def recording_time(
+    start_time: str,  # ISO 8601, of name or table; empty: not known
+    mtime_ns: int,
+) -> tuple[str, bool]:
     "Choose between the time of name or table, if there is one, and that of the file; both ISO 8601. The second value: it is that of the file."
     now = datetime.now()
     changed = datetime.fromtimestamp(mtime_ns // 10**9)
@@ -369,7 +372,12 @@ class NightlyRun:
 MAX_CLIP_BYTES = 160_000  # of the samples of a player
 
 
-def clip_of(samples: np.ndarray, mels: np.ndarray, sample_rate: int, long_hop: int) -> dict[str, Any]:
+def clip_of(
+    samples: np.ndarray,  # [n] int16 or float32
+    mels: np.ndarray,  # [L, S, M, T] dB
+    sample_rate: int,  # Hz
+    long_hop: int,  # samples between long segments
+) -> dict[str, Any]:
     """Make the player and the picture of the first ten seconds of a recording.
 
     Of samples [n], int16 or float32, and their spectrogram [L, S, M, T] in dB; returns wav and png (addresses that hold the files), seconds
@@ -395,7 +403,10 @@ def clip_of(samples: np.ndarray, mels: np.ndarray, sample_rate: int, long_hop: i
     }
 
 # %% ../../../nbs/learn/nightly/run.ipynb #7d720b4d
-def evidence_points(evidence: Sequence[float], limit: float) -> tuple[list[tuple[float, float]], float]:
+def evidence_points(
+    evidence: Sequence[float],  # of successive nights, at least one
+    limit: float,
+) -> tuple[list[tuple[float, float]], float]:
     "Place nights, at least one, in a drawing of 168 x 48 with a margin of 4: x and y of each, and y of the limit."
     top = math.log10(1 + max(limit, *evidence)) * 1.08
     step = 160 / max(1, len(evidence) - 1)
@@ -426,7 +437,8 @@ def place_of(columns: Mapping[str, str]) -> Place | None:  # None: no coordinate
 
 
 def map_points(
-    places: Mapping[str, Place], visits: Mapping[str, str]
+    places: Mapping[str, Place],  # sensor -> place; at least one
+    visits: Mapping[str, str],  # sensor -> reason of the visit, for those that are to be visited
 ) -> tuple[float, float, list[tuple[str, str, float, float]]]:
     "Return width and height of the map of some sensors, and sensor, reason of a visit, x and y of each, those to visit on top."
     chosen = sorted(places, key=lambda s: (s in visits, s))[-5000:]
@@ -570,7 +582,11 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 """
 
 # %% ../../../nbs/learn/nightly/run.ipynb #d3589f48
-def visits_page(done: "NightlyRun", clips: Mapping[str, Any], places: Mapping[str, Place]) -> str:
+def visits_page(
+    done: "NightlyRun",
+    clips: Mapping[str, Any],  # digest of a recording -> its player
+    places: Mapping[str, Place],
+) -> str:
     "Return the HTML page of a nightly run, with players by digest of recordings and places by sensor."
     from jinja2 import Environment, StrictUndefined
 

@@ -62,7 +62,10 @@ class MelFeatures(nn.Module):
         self.register_buffer("window", torch.from_numpy(hann_periodic(spec.n_fft)).float())
         self.register_buffer("filterbank", torch.tensor(spec.filterbank, dtype=torch.float32))
 
-    def frames(self, samples: Tensor) -> Tensor:  # [B, N] -> [B, D, n_fft]
+    def frames(
+        self,
+        samples: Tensor,  # [B, N]
+    ) -> Tensor:  # [B, N] -> [B, D, n_fft]
         "Cut samples into the distinct frames; blocks of a step need no table of positions."
         n_fft, n = self.spec.n_fft, len(self.starts)
         if self.step is None:
@@ -71,7 +74,10 @@ class MelFeatures(nn.Module):
         blocks = samples[:, : (n + per_frame - 1) * self.step].unflatten(1, (-1, self.step))
         return torch.cat([blocks[:, k : k + n] for k in range(per_frame)], 2)
 
-    def forward(self, samples: Tensor) -> Tensor:
+    def forward(
+        self,
+        samples: Tensor,  # [B, N] float32, full scale is 1
+    ) -> Tensor:
         "Compute log-mel features, [B, L, S, M, T] float32 dB, rounded to float16, of samples [B, N] float32."
         s = self.spec
         spectrum = torch.view_as_real(torch.fft.rfft(self.frames(samples) * self.window))
@@ -92,7 +98,11 @@ class SamplesToProbability(nn.Module):
     x: Tensor  # of the calibration, float64
     y: Tensor
 
-    def __init__(self, detector: Detector, calibration: Calibration | None = None):
+    def __init__(
+        self,
+        detector: Detector,
+        calibration: Calibration | None = None,  # of its score; None: no output "probability"
+    ):
         super().__init__()
         self.features = MelFeatures(required_spec(detector))
         self.leak = detector.task.leak_in_model
@@ -106,7 +116,10 @@ class SamplesToProbability(nn.Module):
         for name in ("x", "y"):
             self.register_buffer(name, torch.tensor(getattr(calibration, name, ()), dtype=torch.float64))
 
-    def calibrated(self, score: Tensor) -> Tensor:
+    def calibrated(
+        self,
+        score: Tensor,  # [B] float64, 0 to 1
+    ) -> Tensor:
         "Return the probability of a leak for each score, [B] float64."
         if self.method == "Platt":
             return platt(score, self.x[0], self.x[1])
@@ -117,7 +130,10 @@ class SamplesToProbability(nn.Module):
         x0, x1, y0, y1 = self.x[left], self.x[left + 1], self.y[left], self.y[left + 1]
         return y0 + (y1 - y0) * ((score - x0) / (x1 - x0).clamp_min(1e-300)).clamp(0, 1)
 
-    def forward(self, samples: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self,
+        samples: Tensor,  # [B, N] float32, full scale is 1
+    ) -> tuple[Tensor, ...]:
         "Score recordings [B, N]: probability [B], if calibrated; score [B]; segment scores [B, L]."
         segments = self.classifier.class_probabilities(self.features(samples))[..., self.leak]
         wide = segments.double()
@@ -137,7 +153,10 @@ def _placeholder(number: int, n_classes: int, features: Tensor, forest: int) -> 
     )
 
 
-def tree_attributes(classifier: SpectralClassifier, forest: int) -> dict[str, Any]:
+def tree_attributes(
+    classifier: SpectralClassifier,
+    forest: int,  # 0: trees on whole recordings; 1: trees on windows
+) -> dict[str, Any]:
     """Return the attributes of a TreeEnsembleRegressor (ai.onnx.ml 3) that equals a forest.
 
     Forest 0 has trees on whole recordings, forest 1 trees on windows. Raises DataError for other nodes.
@@ -299,7 +318,10 @@ class CheckRecordings:
     def __len__(self) -> int:
         return len(self.score)
 
-    def part(self, rows: np.ndarray) -> "CheckRecordings":
+    def part(
+        self,
+        rows: np.ndarray,  # [k] indices
+    ) -> "CheckRecordings":
         "Return some of the recordings by their indices [k]; nothing is left out of it."
         arrays = {name: v[rows] for name, v in vars(self).items() if isinstance(v, np.ndarray)}
         return replace(self, n_left_out=0, **arrays)

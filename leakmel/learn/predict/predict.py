@@ -108,7 +108,9 @@ class ScoredRecordings(Sequence[ScoredRecording]):
         return ScoredRecording(*(column[k] for column in vars(self).values()))
 
 
-def joined_columns(parts: Sequence[ScoredRecordings]) -> ScoredRecordings:
+def joined_columns(
+    parts: Sequence[ScoredRecordings],  # at least one, of consecutive recordings
+) -> ScoredRecordings:
     "Join the columns of consecutive parts of a prediction, at least one."
     n_segments = np.concatenate([p.segment_scores.n_segments for p in parts])
     values = np.concatenate([p.segment_scores.values for p in parts])

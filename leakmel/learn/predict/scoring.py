@@ -57,7 +57,9 @@ def _below_split(path: bytes) -> bytes:
     return rest if slash and split_name(os.fsdecode(first)) is not None else path
 
 
-def label_in(path: bytes) -> str:
+def label_in(
+    path: bytes,  # of a recording, relative to the folder that is scored
+) -> str:
     "Guess the label from a path relative to the folder that is scored; empty for one in no folder but that of a split."
     label, slash, _ = os.fsdecode(_below_split(path[: path.rfind(b"/") + 1])).partition("/")
     return sys.intern(label) if slash else ""

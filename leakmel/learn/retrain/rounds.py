@@ -158,7 +158,10 @@ def content_digests(ds: Segments) -> list[str]:
     return recordings_table(ds.sources, progress="none")["content"].to_numpy(object)[ds.rows].tolist()
 
 
-def labels_by_content(recordings: Segments, labels: np.ndarray) -> dict[str, int]:
+def labels_by_content(
+    recordings: Segments,
+    labels: np.ndarray,  # [n] int of `read_human_labels`
+) -> dict[str, int]:
     "Return the labels of `read_human_labels` by content digest; raises DataError if copies of a recording have different labels."
     found: dict[str, int] = {}
     content = content_digests(recordings)
@@ -175,7 +178,9 @@ def labels_by_content(recordings: Segments, labels: np.ndarray) -> dict[str, int
 
 
 def apply_human_labels(
-    recordings: Segments, classes: np.ndarray, labels: Mapping[str, int]
+    recordings: Segments,
+    classes: np.ndarray,  # [n] int
+    labels: Mapping[str, int],
 ) -> np.ndarray:  # [n] int64
     "Replace the classes [n] of recordings whose content people have labelled."
     known = zip(content_digests(recordings), classes.tolist())
@@ -234,7 +239,11 @@ def part_digest(ds: Segments) -> str:
     return digest_of(b"\0".join([*chosen, *map(str.encode, source_digests(ds))]))
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #86a57910
-def confident_segments(scores: np.ndarray, is_leak: np.ndarray, share: np.ndarray) -> np.ndarray:
+def confident_segments(
+    scores: np.ndarray,  # [n, L] of the leak; NaN: a segment that the recording does not have
+    is_leak: np.ndarray,  # [n] bool, class of each recording
+    share: np.ndarray,  # [n] of the segments that are kept, above 0 to 1
+) -> np.ndarray:
     """Select the share [n], above 0 to 1, of the segments of each recording that support its class [n] bool most clearly.
 
     By scores [n, L] of the leak, NaN for a segment that the recording does not have; returns [n, L] bool.
@@ -293,7 +302,12 @@ def select_segments(
     return Selection(recordings, kept, classes, score, by_human, predicted)
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #e89c0e48
-def draw_replay(old: Segments, share: float = 0.5, seed: int = 0, round_number: int = 1) -> np.ndarray:
+def draw_replay(
+    old: Segments,
+    share: float = 0.5,  # of them, above 0 to 1
+    seed: int = 0,
+    round_number: int = 1,
+) -> np.ndarray:
     "Draw [n] bool, whole recordings of the old training data; raises DataError where a class has no recording."
     rng = np.random.default_rng([seed, round_number])
     drawn = np.zeros(len(old.rows), bool)
@@ -487,7 +501,10 @@ def _part_record(ds: Segments) -> dict[str, Any]:
 
 
 def items_record(
-    parts: Mapping[str, Segments], task: Task, selection: Selection, replayed: np.ndarray
+    parts: Mapping[str, Segments],
+    task: Task,
+    selection: Selection,
+    replayed: np.ndarray,  # [n, L] int64, class of each replayed long segment; -1: none
 ) -> dict[str, Any]:
     "Return the training items, of which [n, L] are classes of replayed segments, and their recordings as plain values."
     new = parts["new recordings"]

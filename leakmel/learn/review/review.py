@@ -384,10 +384,10 @@ class ReviewSession:
         found: ReviewRecordings,
         labels: str | os.PathLike,
         *,
-        by: str = "",
+        by: str = "",  # the person; "": the login name
         queue: str = "random",
         n: int = 60,
-        other_label: str = "",
+        other_label: str = "",  # of recordings without a leak; "": as in the folder
         seed: int = 0,
     ):  # as for `review`
         self.found = found
@@ -615,8 +615,13 @@ def _sound_html(session: ReviewSession, r: Any, band_pass: bool, about: str = ""
 class ReviewApp:
     "Page of a review, for JupyterLab; shows itself as the last value of a cell."
 
-    def __init__(self, session: ReviewSession, *, controls: bool | None = None, progress: str = "auto"):
-        # controls: show buttons; None: only in an interactive session
+    def __init__(
+        self,
+        session: ReviewSession,
+        *,
+        controls: bool | None = None,  # show buttons; None: only in an interactive session
+        progress: str = "auto",
+    ):
         self.session = session
         self.controls = shows_controls(controls)
         self.among = labelled_embeddings(session.found, progress)
@@ -798,7 +803,10 @@ def review(
     return ReviewApp(session, controls=controls, progress=progress)
 
 # %% ../../../nbs/learn/review/review.ipynb #5005fc49
-def write_review(parameters: Mapping[str, object], out: str | None = None) -> Path:
+def write_review(
+    parameters: Mapping[str, object],
+    out: str | None = None,  # folder; None: a new one below runs/
+) -> Path:
     "Write a copy of review.ipynb with other parameters, plain values, into a folder, or a new one below runs/; raises OutputError."
     source = Path(leakmel.__file__).parent / "notebooks" / "review.ipynb"
     notebook = json.loads(source.read_text(encoding="utf-8"))
@@ -817,7 +825,10 @@ def write_review(parameters: Mapping[str, object], out: str | None = None) -> Pa
     return path
 
 
-def lab_command(notebook: Path, browser: bool = True) -> list[str]:
+def lab_command(
+    notebook: Path,
+    browser: bool = True,  # open a browser
+) -> list[str]:
     "Return the command that opens a notebook in JupyterLab, on this machine only, in a browser; raises MissingPackageError."
     if importlib.util.find_spec("jupyterlab") is None:
         raise MissingPackageError(

@@ -61,7 +61,9 @@ class SampleMix:
         return ", ".join(f"{kind} {getattr(self, kind):g}" for kind in KINDS)
 
 
-def sample_mix(text: str) -> SampleMix:
+def sample_mix(
+    text: str,  # "uncertain=0.4,diverse=0.4,random=0.2"; kinds that are left out have the share 0
+) -> SampleMix:
     "Read a mix like uncertain=0.4,diverse=0.4,random=0.2; kinds that are left out have the share 0. Raises UsageError."
     words = dict(word.partition("=")[::2] for word in text.split(","))
     try:
@@ -274,9 +276,9 @@ MAX_FEATURES = 4000  # recordings whose band statistics are computed
 
 def band_statistics(
     folder: Path,
-    paths: Sequence[bytes],
+    paths: Sequence[bytes],  # relative to it
     spec: MelSpec,
-    some: Iterable[int] | None = None,
+    some: Iterable[int] | None = None,  # numbers of those that are read; None: all
     *,
     progress: str = "auto",
 ) -> np.ndarray:

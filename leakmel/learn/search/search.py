@@ -310,7 +310,11 @@ def read_state(folder: Path) -> tuple[dict[str, Any], list[Trial]] | None:
         ) from e
 
 # %% ../../../nbs/learn/search/search.ipynb #2debb562
-def resume_state(folder: Path, identity: Mapping[str, Any], resume: str) -> list[Trial]:
+def resume_state(
+    folder: Path,
+    identity: Mapping[str, Any],
+    resume: str,  # "auto", "always" or "never"
+) -> list[Trial]:
     """Return the trials of the resumed search in a folder; of a new one there are none.
 
     `identity` holds plain values: `training_identity`, space and pruning. Raises UsageError and OutputError

@@ -126,7 +126,8 @@ MIN_MEMBER_SLOPE = 0.05  # of a calibration line: a member that separates nothin
 
 
 def calibration_line(
-    score: np.ndarray, truth: np.ndarray
+    score: np.ndarray,  # [B] probability of a leak, of recordings that were not trained on
+    truth: np.ndarray,  # [B] bool
 ) -> tuple[float, float]:  # slope and offset on the logit
     """Fit a logistic regression on the logit of scores (Platt 1999); classes have equal weight.
 
@@ -246,7 +247,10 @@ MIN_FOR_NETWORK = 2_000  # recordings; with fewer, "auto" tries no network
 ONE_KIND = f"Below {MIN_FOR_NETWORK:,} recordings only spectral is tried."
 
 
-def kinds_to_fit(detector: str, n_recordings: int) -> tuple[str, ...]:  # detector: "auto", or a kind
+def kinds_to_fit(
+    detector: str,  # "auto", or a kind
+    n_recordings: int,
+) -> tuple[str, ...]:  # detector: "auto", or a kind
     "Return the kinds that a choice fits on recordings of a training: a network only where it can be better."
     if detector == "spectral" or (detector == "auto" and n_recordings < MIN_FOR_NETWORK):
         return ("spectral",)

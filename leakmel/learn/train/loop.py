@@ -143,7 +143,10 @@ def _remove_network(out: Path) -> None:
         files.remove_file(old)
 
 
-def begin_training(run: TrainingRun, resume: str) -> str:
+def begin_training(
+    run: TrainingRun,
+    resume: str,  # "auto", "always": resume where there is a checkpoint; "never": start over
+) -> str:
     """Resume an interrupted training, or begin a new one (resume "never", or where there is no checkpoint).
 
     Returns a sentence on where it begins; raises UsageError, DataError.

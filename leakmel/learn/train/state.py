@@ -294,7 +294,10 @@ def is_better(
     return b is None or rank(a) > rank(b)
 
 
-def f1_error(f1: float, n_leaks: int) -> float:
+def f1_error(
+    f1: float,
+    n_leaks: int,  # at least 1
+) -> float:
     "Return the approximate standard error of an F1, as of a proportion of at least one leak."
     share = (f1 * n_leaks + 2) / (n_leaks + 4)
     return math.sqrt(share * (1 - share) / (n_leaks + 4))
@@ -320,7 +323,10 @@ def write_history(path: Path, epochs: Sequence[EpochFigures]) -> None:
     write_whole(path, history_table(epochs).to_csv(lineterminator="\n").encode(), sync=False)
 
 # %% ../../../nbs/learn/train/state.ipynb #43d99a52
-def learning_curves(epochs: Sequence[EpochFigures], best: int = 0) -> Any:
+def learning_curves(
+    epochs: Sequence[EpochFigures],
+    best: int = 0,  # number of the best epoch; 0: none
+) -> Any:
     "Draw losses and F1 by epoch, with a line at the best one (0: none); returns a figure of Plotly."
     if not epochs:
         return styled_figure([], "No epoch is finished", "Figures appear after the first epoch", height=120)

@@ -28,7 +28,11 @@ from leakmel.learn.model.settings import TrainSettings
 from leakmel.mel.torch_engine import full_float32_precision
 
 # %% ../../../nbs/learn/train/step.ipynb #5afd7d59
-def learning_rate(step: int, n_steps: int, settings: TrainSettings) -> float:
+def learning_rate(
+    step: int,  # 0 to n_steps - 1
+    n_steps: int,
+    settings: TrainSettings,
+) -> float:
     "Return the learning rate of a step, from 0, of all `n_steps`: a straight rise, then half a cosine."
     top = settings.learning_rate
     least = top * settings.min_lr_share
