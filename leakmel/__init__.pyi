@@ -25,10 +25,10 @@ from leakmel.dataset.check.verify import VerifyReport as VerifyReport
 from leakmel.dataset.file.reader import open_dataset as open_dataset
 from leakmel.dataset.file.reader import MelDataset as MelDataset
 from leakmel.dataset.export.formats import export_dataset as export_dataset
-from leakmel.dataset.export.formats import ExportResult as ExportResult
+from leakmel.core.export import ExportResult as ExportResult
 from leakmel.learn.nightly.history import export_history as export_history
-from leakmel.learn.model.cards import card as card
-from leakmel.learn.model.cards import Card as Card
+from leakmel.dataset.export.formats import card as card
+from leakmel.dataset.cards import Card as Card
 from leakmel.learn.train.loop import train as train
 from leakmel.learn.train.loop import TrainResult as TrainResult
 from leakmel.learn.model.settings import TrainSettings as TrainSettings

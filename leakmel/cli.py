@@ -19,7 +19,7 @@ from leakmel.core.parameters import answer_unknown
 from leakmel.core.progress import line_width, own_stream, print_error, wrap_text
 from leakmel.core.threads import machine_error, safe_module_path
 from leakmel.operations import Build, Demo, Join, Scan, Verify
-from leakmel.learn.operations import Evaluate, Nightly, Predict, Retrain, Search, Train
+from leakmel.learn.operations import Evaluate, Predict, Train
 from leakmel.ops.operations import (
     Bench,
     Cache,
@@ -31,8 +31,11 @@ from leakmel.ops.operations import (
     Fetch,
     Init,
     Labels,
+    Nightly,
     Page,
+    Retrain,
     Review,
+    Search,
     Similar,
     Suggest,
     Tune,

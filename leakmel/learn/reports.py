@@ -19,8 +19,7 @@ from leakmel.insight import plots as style
 from leakmel.insight.plots import f32, plain_text, styled_figure
 from leakmel.learn.data.segments import conform_recording, covered_samples, cut_into_rows
 from leakmel.learn.evaluate.resampling import CrossValidation
-from leakmel.learn.evaluate.plots import ScoredSpectrogram, counted, error_bars, spectrogram_figure
-from leakmel.learn.metrics.significance import figure_title
+from leakmel.learn.evaluate.plots import ScoredSpectrogram, counted, spectrogram_figure
 from leakmel.learn.evaluate.evaluation import Evaluation
 from leakmel.learn.predict.predict import Predictions, ScoredRecording
 from leakmel.learn.train.state import learning_curves
@@ -29,8 +28,6 @@ from leakmel.mel.engines import log_mel
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-    from leakmel.learn.retrain.rounds import Round
 
 # %% ../../nbs/learn/reports.ipynb #b36576f0
 _N_BINS = 40  # of the histogram
@@ -240,32 +237,3 @@ def prediction_report(
     ]
     title = f"Prediction for {show_path(predictions.folder)}"
     return write_report(path, title, text.partition("\n")[0], sections)
-
-# %% ../../nbs/learn/reports.ipynb #8fbd898d
-def promotion_plot(done: "Round") -> "go.Figure":
-    "Draw the figures of champion and challenger on the test set, with confidence intervals."
-    duel = done.duels["testing"]
-    traces = []
-    for k, scored in enumerate((duel.champion, duel.challenger)):
-        values, intervals = list(scored.figures.values()), list(scored.intervals.values())
-        ends = [i.low for i in intervals], [i.high for i in intervals]
-        traces.append(
-            dict(
-                type="scatter",
-                name=scored.title,
-                x=f32(values),
-                y=[figure_title(f) for f in scored.figures],
-                mode="markers",
-                marker=dict(color=style.LABEL_COLORS[k], size=9),
-                error_x=error_bars(values, *ends, style.LABEL_COLORS[k]),
-            )
-        )
-    return styled_figure(
-        traces,
-        "The challenger is the new champion" if done.replaced else "The champion stays",
-        f"{len(duel.groups.code):,} test recordings; lines: 95 % confidence intervals, if they are known",
-        height=340,
-        xaxis=dict(title=dict(text="value"), range=[0, 1.02]),
-        yaxis=dict(title=dict(text=""), autorange="reversed"),
-        scattermode="group",
-    )

@@ -7,17 +7,21 @@ __all__ = ['Export', 'Card', 'Page']
 
 # %% ../../nbs/ops/operations.ipynb #cc728524
 import importlib.util, os, shlex, signal, sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError, explain, missing_remedy, show_path
 from leakmel.core.files import replacing
-from leakmel.core.operation import Operation, Outcome, Run, Texts, operation, option, refuse_unused, user_path
+from leakmel.core.operation import Operation, Outcome, Run, Texts, operation, option, refuse_unused
+from leakmel.core.operation import run_folder, runs_folder, user_path, write_summary
 from leakmel.core.parameters import Kinds
-from leakmel.core.progress import Progress, print_error
+from leakmel.core.progress import Progress, print_error, wrap_text
 from leakmel.core.threads import start_process
+from leakmel.learn.model.settings import CheckpointSettings, RoundRules, TrainSettings
+from leakmel.learn.operations import DetectorPlan, WithTraining, plan_scoring, values_of
 from leakmel.operations import WithFeatures
 
 
@@ -525,6 +529,196 @@ class Correlate(Operation):
             correlation_page(found, page)
             text += f"\nreport: {show_path(page)}"
         return Outcome(found, found.to_dict() | {"html": page and show_path(page)}, text)
+
+# %% ../../nbs/ops/operations.ipynb #d68279ec
+@operation(
+    "search",
+    example="leakmel search mels --out search --trials 30 --hours 8",
+    short="out,validation,space,trials,hours,group,leak-label,kind,epochs,seed,resume,device",
+    status="exit status: 0 done, or time limit reached; 1 failed; 2 usage; 3 no space; 128+n on signal n: the same command resumes. Requires leakmel[search]",
+)
+class Search(WithTraining):
+    "Search training settings (hyperparameters) by the score on the validation set."
+
+    # folder with TRAINING_DATASET.H5 and VALIDATION_DATASET.H5, or the file of the training set; the test set is not read
+    data: str | None = option(positional=True)
+    # folder of the search: trials.csv, the best model (model.pt), summary.json, figures; an interrupted search in this folder is resumed
+    out: str | None = option(metavar="DIR")
+    # validation set, on which trials are compared (default: the one in the folder)
+    validation: str | None = option(None, metavar="FILE")
+    # as for leakmel train: split all recordings again by this column; the test split is not read
+    group: str | None = None
+    # settings to vary, as JSON or a JSON file: '{"learning_rate": [0.001, 0.01], "batch_size": {"choices": [128, 256]}}' (default: ten settings
+    # in their usual ranges)
+    space: str | None = option(None, metavar="JSON")
+    # number of trials; the first has the given settings
+    trials: int = 30
+    # time limit of this call; the next call resumes the search (default: no limit)
+    hours: float | None = option(None, metavar="HOURS")
+    # additional seeds with which the best and the first settings are trained at the end
+    again: int = 2
+    # complete trials before pruning starts: a trial that is worse is stopped early; 0: no pruning
+    prune_after: int = 5
+    # epochs that every trial runs before it can be pruned
+    prune_epochs: int = 2
+    # train several trials at the same time on a Dask cluster, for example tls://head:8786; all its workers reach the data sets and --out
+    cluster: str | None = option(None, metavar="ADDRESS")
+
+    def plan(self, run: Run) -> DetectorPlan:
+        "Find the data sets, and choose the folder."
+        out = run_folder(self.out, "search")
+        training = self.plan_training(out, run, ("training", "validation"), needs_validation=True)
+        given = {name: value for name, value in training.given.items() if name != "labels"}
+        given |= values_of(self, "space trials hours again prune_after prune_epochs cluster")
+        inputs = {name: text for name, text in training.inputs.items() if name != "testing"}
+        limit = "" if self.hours is None else f", at most {self.hours} hours in this call"
+        return replace(training, inputs=inputs | {"trials": f"{self.trials}{limit}"}, given=given)
+
+    def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
+        "Search; an interrupted search in the same folder is resumed."
+        result = lm.search(out=plan.out, progress=run.progress, **plan.given)
+        return Outcome(result, result.summary, wrap_text(repr(result), run.width))
+
+# %% ../../nbs/ops/operations.ipynb #743107ab
+@operation(
+    "retrain",
+    example="leakmel retrain new/TRAINING_DATASET.H5 --out rounds --champion model --replay mels --testing mels",
+    short="out,champion,replay,testing,validation,human-labels,metric,replay-share,epochs,learning-rate,resume,device",
+    status="exit status: 0 the round is complete (--json reports whether the champion was replaced); 1 failed; 2 usage; 3 no space; 128+n on "
+    "signal n, after a checkpoint from which the same command resumes",
+)
+class Retrain(Operation):
+    "Retrain the champion on new recordings; the challenger replaces it only if the test set shows that it is better."
+
+    # data sets of new recordings; their labels are not read. Build them with leakmel build FOLDER --spec TRAINING_DATASET.H5, so that they have
+    # the features of the detector
+    data: Texts = option(positional=True, several=True)
+    # folder of all rounds: champion.json names the champion, each round has its own folder; an interrupted round is resumed
+    out: str | None = option(metavar="DIR")
+    # detector that the first round starts from: model.pt, or the folder of a training (default: the champion of the folder of rounds)
+    champion: str | None = option(None, metavar="FILE")
+    # training set of the champion, a share of which is replayed (repeat for several; of a folder of data sets the matching one is used)
+    replay: Texts = option(metavar="FILE", several=True)
+    # test set that decides between champion and challenger, the same in all rounds; never trained on (repeat for several; of a folder of data
+    # sets the matching one is used)
+    testing: Texts = option(metavar="FILE", several=True)
+    # validation set, which selects the best epoch and the decision threshold (default: the last epoch, 0.5) (repeat for several; of a folder of
+    # data sets the matching one is used)
+    validation: Texts = option((), metavar="FILE", several=True)
+    # CSV file with path and label of new recordings; these labels override the predicted ones
+    human_labels: str | None = option(None, metavar="FILE")
+    # column of the test set whose groups are resampled as a whole for confidence intervals
+    group: str = "sensor"
+    # do not warn of test recordings that are also trained on; the record is still marked as leaky
+    allow_leaky_split: bool = False
+    # resume an interrupted round: auto (if its settings are the same), always or never
+    resume: Literal["auto", "always", "never"] = option("auto", metavar="NAME")
+    # auto, cpu, cuda or cuda:1
+    device: str = "auto"
+    # seed of all random choices (default: 0; in the training the seed of the champion)
+    seed: int | None = None
+    # replay, and the decision on the champion
+    rules: RoundRules = option(RoundRules(), leave_out=("seed",))
+    # checkpoints: no effect on the weights
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    # training (defaults: the champion's, with 1/3 of epochs and learning rate / 4)
+    settings: Mapping[str, Any] = option((), of=TrainSettings, leave_out=("seed", "channels", "dropout"))
+
+    def plan(self, run: Run) -> DetectorPlan:
+        "Find champion and data sets."
+        from leakmel.learn.model.files import CHAMPION_FILE, pick_device
+        from leakmel.learn.plans import find_data_set, find_model
+
+        for name, what in (("data", "the new recordings"), ("replay", "the champion's training recordings")):
+            if not getattr(self, name):
+                raise UsageError(
+                    f"no data set of {what} was given",
+                    code="no-data-set",
+                    expected=f"{name}, a folder of data sets or a file",
+                )
+        device = pick_device(self.device)
+        out = user_path(self.out) if self.out else runs_folder() / "rounds"
+        champion: Any = self.champion
+        note = f"the champion of {show_path(out)}"
+        if run.keeps and (champion or not (out / CHAMPION_FILE).is_file()):
+            champion, note = find_model(champion)
+        validation = self.validation
+        if run.keeps and not validation and all(user_path(path).is_dir() for path in self.replay):
+            validation = self.replay
+        parts = {
+            "new_data": [find_data_set(path, "training") for path in self.data],
+            "replay": [find_data_set(path, "training") for path in self.replay],
+            "testing": [find_data_set(path, "testing") for path in self.testing or self.replay],
+            "validation": [find_data_set(path, "validation") for path in validation] or None,
+        }
+        seed: dict[str, Any] = {} if self.seed is None else {"seed": self.seed}
+        given: dict[str, Any] = {"champion": champion, **parts, "settings": {**self.settings, **seed}}
+        given["rules"] = replace(self.rules, **seed)
+        given |= values_of(self, "human_labels group resume allow_leaky_split checkpoints device")
+        inputs = {"champion": note if champion is None else f"{show_path(champion)}: {note}"}
+        shown = {n.replace("_", " "): files for n, files in parts.items() if files}
+        inputs |= {name: ", ".join(map(show_path, files)) for name, files in shown.items()}
+        inputs |= {"decided by": self.rules.metric, "device": device}
+        return DetectorPlan(inputs, out, given)
+
+    def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
+        "Run a round of retraining, and write summary.json into its folder."
+        done = lm.retrain(out=plan.out, progress=run.progress, **plan.given)
+        body = done.record | {"folder": show_path(done.folder)}
+        write_summary(done.folder, {"ok": True} | body)
+        return Outcome(done, body, wrap_text(repr(done), run.width))
+
+# %% ../../nbs/ops/operations.ipynb #c6c979cb
+@operation(
+    "nightly",
+    example="leakmel nightly recordings --model model --state nightly",
+    status="exit status: 0 the tables are written (with --exit-code: and no sensor has evidence); 1 failed, or another run holds the state folder; "
+    "2 usage; 3 no space; 4 with --exit-code: sensors have evidence for a leak; 128+n on signal n: run the same command again",
+)
+class Nightly(Operation):
+    "Score new recordings, and write the table of sensors to visit: for timers."
+
+    # folder of recordings in any subfolders; recordings that the state folder knows are not read again
+    data_root: str | None = option(metavar="folder", positional=True)
+    # detector: model.pt from leakmel train, the folder of a training, or the folder of retraining rounds (its champion)
+    model: str | None = option(metavar="FILE")
+    # folder of the history and of the tables sensors.csv, sensors.json and visits.html; created by the first run
+    state: str | None = option(metavar="DIR")
+    # CSV file that lists the recordings: columns path and sensor, optionally label, start_time, gain; lat and lon, or x and y, for the map
+    table: str | None = option(None, metavar="FILE")
+    # columns of the table that have other names, for example sensor=pipe,recording=file
+    columns: str = option("", metavar="NAME=COLUMN,...")
+    # pattern of the paths without extension, for example '{sensor}/{start_time}'
+    pattern: str | None = option(None, metavar="TEXT")
+    # false visits per 100 sensor-nights that are accepted, above 0 and at most 10
+    budget: float = option(0.2, metavar="N")
+    # random visits per night
+    audits: int = 2
+    # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit): the evidence of these sensors
+    # starts again
+    visited: str | None = option(None, metavar="FILE")
+    # data set that drift is measured against, for example the training set; it is stored in the state folder (default: the first 28 nights)
+    reference: str | None = option(None, metavar="FILE")
+    # exit status 4 if sensors have evidence for a leak
+    exit_code: bool = option(False, command_only=True)
+    # auto, cpu, cuda or cuda:1
+    device: str = "auto"
+
+    def plan(self, run: Run) -> DetectorPlan:
+        "Find recordings, detector and state folder."
+        model, _, plan = plan_scoring(self, run)
+        state = user_path(self.state) if self.state else runs_folder() / "nightly"
+        budget = f"{self.budget:g} false visits per 100 sensor-nights, {self.audits} audits"
+        given = {**plan.given, "model": model, "state": state}
+        given |= values_of(self, "budget audits visited reference device")
+        return DetectorPlan({**plan.inputs, "budget": budget}, state, given)
+
+    def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
+        "Score, and write the tables and summary.json into the state folder."
+        done = lm.nightly(**plan.given, progress=run.progress)
+        body = {"ok": True} | done.summary
+        write_summary(plan.out, body)
+        return Outcome(done, body, done.text(), 4 if self.exit_code and done.to_visit else 0)
 
 # %% ../../nbs/ops/operations.ipynb #7f3efe20
 @operation("export", example="leakmel export mels --to huggingface --out mels-hf")

@@ -13,7 +13,8 @@ from leakmel.core.operation import Run, add_options, make, parameter_kinds
 from leakmel.core.parameters import check_types
 from leakmel.learn.metrics.metrics import FIGURES
 from leakmel.learn.model.settings import Metric
-from leakmel.learn.operations import Evaluate, Nightly, Predict, Retrain, Search, Train
+from leakmel.learn.operations import Evaluate, Predict, Train
+from leakmel.ops.operations import Nightly, Retrain, Search
 
 NEEDED: dict[Any, list[str]] = {
     Train: ["mels", "--out", "model"],

@@ -32,7 +32,7 @@ from leakmel.dataset.file.reader import requested_spec
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.insight.dashboard import spectra_figure
 from leakmel.learn.data.segments import open_sources
-from leakmel.learn.model.cards import card
+from leakmel.dataset.export.formats import card
 
 KINDS = ("plain", "waveforms", "gzip")
 

@@ -22,8 +22,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.learn.operations import Predict
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, SpaceError
-from leakmel.dataset.export.formats import croissant_text
-from leakmel.learn.model import cards
+from leakmel.dataset.cards import croissant_text
 from leakmel.learn.model.cards import update_card
 from leakmel.learn.data.segments import make_task
 from leakmel.learn.model.card import EvaluationRecord
@@ -203,7 +202,7 @@ def test_card_replaces_cards_only(model: Path, tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as m:
-        m.setattr(cards.formats, "croissant_text", disk_full)
+        m.setattr("leakmel.dataset.cards.croissant_text", disk_full)
         with pytest.raises(SpaceError):
             lm.card(model, out=tmp_path, license="MIT", progress="none")
     assert "MIT" not in (tmp_path / "model_card.md").read_text(), "not without its metadata"

@@ -21,7 +21,7 @@ from leakmel.core.errors import DataError, OutputError, SpaceError, UsageError, 
 from leakmel.core.locks import OutputLock, new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
-from leakmel.dataset.export.formats import ExportResult, parse_time, require_package, tree_size, write_table
+from leakmel.core.export import ExportResult, parse_time, require_package, tree_size, write_table
 
 # %% ../../../nbs/learn/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"

@@ -28,7 +28,7 @@ from leakmel.audio.wav import digest_of, read_wav
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.store import LocalCopies, output_path
-from leakmel.dataset.export.formats import require_package
+from leakmel.core.export import require_package
 from leakmel.learn.data.segments import LEFT_OUT, conform_recording
 from leakmel.learn.metrics.metrics import Calibration, fit_calibration, leak_metrics, segments_needed
 from leakmel.learn.model.detector import Detector, load_detector, platt, required_spec

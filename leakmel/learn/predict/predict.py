@@ -32,7 +32,7 @@ from leakmel.learn.metrics.metrics import VOTES, Calibration, alarm_threshold, f
 from leakmel.learn.model.card import EvaluationRecord, Provenance, evaluation_result, evaluation_text
 from leakmel.learn.model.detector import Detector, load_detector, required_spec
 from leakmel.learn.model.files import model_file, pick_device, require_kind
-from leakmel.dataset.export.formats import path_columns, require_package, write_table
+from leakmel.core.export import path_columns, require_package, write_table
 from leakmel.learn.predict import scoring as scorers
 from leakmel.learn.predict.scoring import ParsedNames, RecordingList, block_sizes, find_recordings
 from leakmel.mel.spec import MelSpec

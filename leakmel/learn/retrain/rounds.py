@@ -737,6 +737,38 @@ def conclude(
         record,
     )
 
+# %% ../../../nbs/learn/retrain/rounds.ipynb #8fbd898d
+def promotion_plot(done: "Round") -> Any:  # plotly.graph_objects.Figure
+    "Draw the figures of champion and challenger on the test set, with confidence intervals."
+    from leakmel.insight.plots import LABEL_COLORS, f32, styled_figure
+    from leakmel.learn.evaluate.plots import error_bars
+
+    duel = done.duels["testing"]
+    traces = []
+    for k, scored in enumerate((duel.champion, duel.challenger)):
+        values, intervals = list(scored.figures.values()), list(scored.intervals.values())
+        ends = [i.low for i in intervals], [i.high for i in intervals]
+        traces.append(
+            dict(
+                type="scatter",
+                name=scored.title,
+                x=f32(values),
+                y=[significance.figure_title(f) for f in scored.figures],
+                mode="markers",
+                marker=dict(color=LABEL_COLORS[k], size=9),
+                error_x=error_bars(values, *ends, LABEL_COLORS[k]),
+            )
+        )
+    return styled_figure(
+        traces,
+        "The challenger is the new champion" if done.replaced else "The champion stays",
+        f"{len(duel.groups.code):,} test recordings; lines: 95 % confidence intervals, if they are known",
+        height=340,
+        xaxis=dict(title=dict(text="value"), range=[0, 1.02]),
+        yaxis=dict(title=dict(text=""), autorange="reversed"),
+        scattermode="group",
+    )
+
 # %% ../../../nbs/learn/retrain/rounds.ipynb #7068179a
 def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.PathLike | None) -> Detector:
     "Return the champion of a folder, or the given detector before the first round."
