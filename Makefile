@@ -18,7 +18,7 @@ LACKS   = $(shell $(BIN)/python -c "import importlib.util as u; print('' if u.fi
 UNMET   = $(call LACKS,triton)
 PYARROW := formats tables history predict open_formats
 TABLES  = $(if $(call LACKS,pyarrow),|^($(subst $(empty) $(empty),|,$(PYARROW)))\.ipynb)
-# A library notebook may share its name with a run notebook (nbs/learn/train.ipynb): these are named one by one.
+# A library notebook may share its name with a run notebook (nbs/extras/search.ipynb): these are named one by one.
 NAMESAKES := $(filter-out nbs/benchmarks/%,$(wildcard $(foreach name,$(RUN_NOTEBOOKS),nbs/*/$(name).ipynb nbs/*/*/$(name).ipynb)))
 WORKERS ?= 2
 

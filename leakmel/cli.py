@@ -18,9 +18,9 @@ from leakmel.core.operation import Operation, Run, add_options, commands_help, m
 from leakmel.core.parameters import answer_unknown
 from leakmel.core.progress import line_width, own_stream, print_error, wrap_text
 from leakmel.core.threads import machine_error, safe_module_path
-from leakmel.operations import Build, Demo, Join, Scan, Verify
-from leakmel.learn.operations import Evaluate, Predict, Train
-from leakmel.ops.operations import (
+from leakmel.operations.data import Build, Demo, Join, Scan, Verify
+from leakmel.operations.detector import Evaluate, Predict, Train
+from leakmel.operations.extras import (
     Bench,
     Cache,
     Card,

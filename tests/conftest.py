@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from promise_counts import Counted, names_of_promises, function_of
 
-from leakmel.audio.synth import write_demo, write_wav
+from leakmel.recordings.demo import write_demo, write_wav
 from leakmel.mel.engines import DEVICES
 
 DEVICES["fake"] = ("fake_device", "open_fake")  # `device="fake"` is a GPU played on the CPU
@@ -198,7 +198,7 @@ def few_trees() -> Iterator[None]:
     "Let the forests that this process fits have a tenth of their trees: fitting them takes most of a cross-validation of a small set."
     from tiny_training import FEW_TREES
 
-    from leakmel.learn.model import spectral
+    from leakmel.detector.model import spectral
 
     with mock.patch.object(spectral, "N_TREES", FEW_TREES):
         yield
@@ -222,7 +222,7 @@ def publish() -> Iterator[Callable[..., Any]]:
     "Publish files as the record of a public set on this machine, for the time of a test: publish(name, files) -> RecordServer."
     from record_server import RecordServer
 
-    from leakmel.sets.catalogue import SETS
+    from leakmel.extras.sets.catalogue import SETS
 
     with ExitStack() as stack:
 

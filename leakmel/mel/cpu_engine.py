@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from leakmel.audio.conform import int16_moments, moments_of
+from leakmel.recordings.conform import int16_moments, moments_of
 from leakmel.core.errors import EngineError
 from leakmel.core.machine_code import BoundCall, CompiledFunction, load_compiled
 from leakmel.core.monitor import usable_cores

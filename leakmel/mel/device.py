@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from leakmel.audio.conform import moments_of
+from leakmel.recordings.conform import moments_of
 from leakmel.core.errors import EngineError, UsageError
 from leakmel.core.timeline import Span, Timeline
 from leakmel.mel.engines import DEVICES, EngineUnavailable, Label, Ticket

@@ -15,7 +15,7 @@ from importlib import import_module
 
 import numpy as np
 
-from leakmel.audio.conform import check_range, moments_of
+from leakmel.recordings.conform import check_range, moments_of
 from leakmel.core.errors import (
     EngineError,
     LeakmelError,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from leakmel.audio.conform import ConformRules, SegmentGrid
+from leakmel.recordings.conform import ConformRules, SegmentGrid
 from leakmel.core.errors import SpecError
 
 # %% ../../nbs/mel/spec.ipynb #f5133487

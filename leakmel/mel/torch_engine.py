@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from leakmel.audio.conform import FULL_SCALE, even_step, int16_moments, moments_of
-from leakmel.audio.wav import digest_of
+from leakmel.recordings.conform import FULL_SCALE, even_step, int16_moments, moments_of
+from leakmel.recordings.wav import digest_of
 from leakmel.core.errors import EngineError, install_command
 from leakmel.core.monitor import usable_cores
 from leakmel.mel.device import Device, open_devices

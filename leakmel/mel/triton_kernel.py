@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from leakmel.audio.conform import FULL_SCALE
+from leakmel.recordings.conform import FULL_SCALE
 from leakmel.core.errors import EngineError
 from leakmel.mel.device import Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine

@@ -25,9 +25,9 @@ def other_rows(notebook: str, shown: set[str]) -> list[tuple[str, object, str]]:
     "All parameters of a run notebook that its parameters cell does not list."
     from leakmel.core.operation import parameter_defaults
     from leakmel.core.parameters import field_choices, source_comments
-    from leakmel.dataset.run.config import PipelineConfig
-    from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
-    from leakmel.learn.operations import Train
+    from leakmel.dataset.config import PipelineConfig
+    from leakmel.detector.model.settings import CheckpointSettings, TrainSettings
+    from leakmel.operations.detector import Train
     from leakmel.mel.spec import MelSpec
 
     rows = [*OF_BUILD] if notebook == "build" else []

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from leakmel.dataset.file.reader import open_dataset
-from leakmel.insight.plots import mels_by_label
+from leakmel.dataset.reader import open_dataset
+from leakmel.pages.plots import mels_by_label
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "nbs" / "images"

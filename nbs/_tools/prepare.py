@@ -27,8 +27,8 @@ from api import module_page, public_page
 from messages import messages
 from nbclient import NotebookClient
 
-from leakmel.insight.page_figures import html_figures
-from leakmel.insight.page_figures import plotly_file
+from leakmel.pages.page_figures import html_figures
+from leakmel.pages.page_figures import plotly_file
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS, PACKAGE = ROOT / "nbs", ROOT / "leakmel"
@@ -36,15 +36,13 @@ DOCS = ROOT / "_docs"
 SOURCE, CACHE = DOCS / "source", DOCS / "cache"
 ROOMS = {
     "core": "errors, locks, timeline, progress and threads, used by all other modules",
-    "audio": "WAV reader, listing of recordings, names, tables and quality checks",
-    "sets": "public sets of leak recordings: download, conversion, labels and groups",
+    "recordings": "WAV reader, listing of recordings, names, tables, labels and quality checks",
     "mel": "log-mel spectrograms: settings, reference and engines",
     "dataset": "build, file format, verification and resume of data sets",
-    "insight": "bottleneck analysis, figures, reports and the dashboard",
-    "operations": "demo, scan, build, join and verify as commands and run notebooks",
-    "locate": "position of a leak between two loggers",
-    "learn": "training, evaluation, prediction and retraining of leak detectors",
-    "ops": "benchmarks, tuning, doctor, the working folder, and further commands",
+    "pages": "figures, reports, the dashboard and the view of recordings",
+    "detector": "training, evaluation and prediction of leak detectors",
+    "extras": "nightly lists, review, retraining, search, public sets, exports, localization, benchmarks",
+    "operations": "what the command line and the run notebooks do, declared once",
     "cli": "command line",
 }
 GUIDES = {  # folder of notebooks that export nothing -> title and sentence of its page
@@ -395,7 +393,7 @@ def learning_folder() -> Path:
 @cache
 def make_demo() -> None:
     "The synthetic recordings that all examples share."
-    from leakmel.audio.synth import write_demo
+    from leakmel.recordings.demo import write_demo
 
     if not (demo_folder() / "TRAINING").is_dir():
         write_demo(demo_folder(), n_files=DEMO_FILES)

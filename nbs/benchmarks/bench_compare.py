@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.audio.synth import WAV_BYTES
+from leakmel.recordings.demo import WAV_BYTES
 from leakmel.core.errors import LeakmelError, OutputError, UsageError, write_error
 from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES, EngineUnavailable
 from leakmel.mel.spec import MelSpec, compare, reference_features, spec_from_dict
-from leakmel.ops.bench import (
+from leakmel.extras.machine.bench import (
     evict,
     read_into_cache,
     record_head,
@@ -239,7 +239,7 @@ def _compare_rows(
     rows: Any, paths: list[str], picked: np.ndarray, spec: MelSpec, found: dict[str, Any]
 ) -> list[int]:
     "Numbers of the rows that are not right; sums are added to `found`."
-    from leakmel.audio.wav import read_wav
+    from leakmel.recordings.wav import read_wav
 
     wrong = []
     for i in picked.tolist():

@@ -7,7 +7,7 @@ from typing import Any, TYPE_CHECKING
 
 import numpy as np
 
-from leakmel.insight.plots import STAGE_COLORS, TEXT_COLOUR, apply_style
+from leakmel.pages.plots import STAGE_COLORS, TEXT_COLOUR, apply_style
 from leakmel.mel.spec import MelSpec, spec_from_dict
 from bench_compare import short_runs
 from contestants import LIMIT

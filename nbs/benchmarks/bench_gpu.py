@@ -20,7 +20,7 @@ from leakmel.core.timeline import covered_s, read_timeline
 from leakmel.core.timeline import aligned
 from leakmel.mel.engines import may_have_cuda
 from leakmel.mel.spec import MelSpec
-from leakmel.ops.bench import (
+from leakmel.extras.machine.bench import (
     range_text,
     record_head,
     rounds_text,
@@ -136,7 +136,7 @@ def bench_gpu(
     log: LogLine = log_nothing,
 ) -> dict[str, Any]:  # the figures, as they are stored; raises UsageError where there is no device
     "Check the engines on a machine with a GPU, then measure builds with each of them."
-    from leakmel.audio.synth import SPLIT_SIZES, WAV_BYTES
+    from leakmel.recordings.demo import SPLIT_SIZES, WAV_BYTES
 
     require_rounds(rounds)
     if budget_s <= 0:

@@ -16,7 +16,7 @@ import numpy as np
 from leakmel.mel.engines import ENGINES, DeviceOptions
 from leakmel.mel.spec import MelSpec
 from leakmel.core.errors import EngineError, LeakmelError
-from leakmel.ops.bench import spread, spreads, store, synthetic_set_of_size
+from leakmel.extras.machine.bench import spread, spreads, store, synthetic_set_of_size
 from bench_gpu import (
     GEOMETRIES,
     LogLine,

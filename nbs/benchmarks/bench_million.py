@@ -11,10 +11,10 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from leakmel.audio.synth import plan_set, render_planned, wav_bytes
-from leakmel.audio.wav import HEADER_BYTES
+from leakmel.recordings.demo import plan_set, render_planned, wav_bytes
+from leakmel.recordings.wav import HEADER_BYTES
 from leakmel.core.errors import LeakmelError, UsageError
-from leakmel.ops.bench import read_into_cache, record_head, rounds_text, spread
+from leakmel.extras.machine.bench import read_into_cache, record_head, rounds_text, spread
 
 MOST_BYTES, MOST_S = 2e9, 30.0  # of a step around a build, for a million recordings
 N_SHORT, RATE = 4000, 8000  # samples and Hz of the recordings of half a second
@@ -44,9 +44,9 @@ if written := [s.end_s for s in r.timeline.spans if s.stage == "write"]:
 """
 PREDICT = """
 import torch
-from leakmel.learn.data.segments import make_task
-from leakmel.learn.model.detector import Detector
-from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.detector.data.segments import make_task
+from leakmel.detector.model.detector import Detector
+from leakmel.detector.model.net import LeakNet, NetSettings
 Detector.segment_scores = lambda self, mels, counts: torch.rand(mels.shape[:2])  # takes no time
 detector = Detector(LeakNet(NetSettings(channels=(8, 8))), make_task(["LEAK", "NOLEAK"]), spec)
 done("imports")

@@ -16,14 +16,14 @@ from unittest import mock
 import numpy as np
 
 import leakmel as lm
-from leakmel.audio.naming import NameParts
-from leakmel.audio.listing import Listing
-from leakmel.audio.synth import draw_scene, make_sensor, render, stream, write_wav
-from leakmel.dataset.run.pipeline import build_all
-from leakmel.learn.model.detector import Detector, load_detector
-from leakmel.learn.nightly import run as nightly_run
-from leakmel.learn.nightly.history import History, HistoryEntry
-from leakmel.learn.nightly.nights import (
+from leakmel.recordings.naming import NameParts
+from leakmel.recordings.listing import Listing
+from leakmel.recordings.demo import draw_scene, make_sensor, render, stream, write_wav
+from leakmel.dataset.pipeline import build_all
+from leakmel.detector.model.detector import Detector, load_detector
+from leakmel.extras.nightly import run as nightly_run
+from leakmel.extras.nightly.history import History, HistoryEntry
+from leakmel.extras.nightly.nights import (
     Budget,
     Evidence,
     flags_of,
@@ -32,9 +32,9 @@ from leakmel.learn.nightly.nights import (
     record_run,
     sensor_table,
 )
-from leakmel.learn.nightly.run import LISTED, VISITS_HTML
-from leakmel.learn.predict.scoring import RecordingList
-from leakmel.ops.bench import record_head
+from leakmel.extras.nightly.run import LISTED, VISITS_HTML
+from leakmel.detector.predict.scoring import RecordingList
+from leakmel.extras.machine.bench import record_head
 
 FIRST_NIGHT = date(2025, 1, 1)
 LEAK_SHARE = 0.4  # of the sensors get a leak

@@ -9,8 +9,8 @@ from typing import Any
 from IPython.display import Markdown, display
 
 from leakmel.core.errors import LeakmelError
-from leakmel.dataset.run.pipeline import runs_folder
-from leakmel.ops.bench import newest, store
+from leakmel.dataset.pipeline import runs_folder
+from leakmel.extras.machine.bench import newest, store
 
 
 def find_record(

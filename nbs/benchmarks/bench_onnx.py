@@ -16,8 +16,8 @@ import numpy as np
 
 import leakmel as lm
 from leakmel.core.errors import DataError
-from leakmel.learn.model.detector import load_detector, required_spec
-from leakmel.ops.bench import record_head, spread
+from leakmel.detector.model.detector import load_detector, required_spec
+from leakmel.extras.machine.bench import record_head, spread
 
 KINDS = ("spectral", "cnn", "blend")
 FORMS = {"float": "float32", "int8": "int8"}  # and what the tables call it

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import leakmel as lm
-from leakmel.ops.bench import record_head
-from leakmel.sets.catalogue import SETS
-from leakmel.sets.fetch import SET_FILE, FetchedSet
+from leakmel.extras.machine.bench import record_head
+from leakmel.extras.sets.catalogue import SETS
+from leakmel.extras.sets.fetch import SET_FILE, FetchedSet
 
 
 @dataclass(frozen=True)

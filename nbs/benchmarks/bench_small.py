@@ -14,7 +14,7 @@ import numpy as np
 
 import leakmel as lm
 from leakmel.core.errors import DataError
-from leakmel.ops.bench import record_head
+from leakmel.extras.machine.bench import record_head
 
 Row = tuple[str, str, str]  # path below the root, label, group
 Reader = Callable[[Path, Path], tuple[Path, list[Row]]]  # source, work folder -> root, rows

@@ -9,7 +9,7 @@ from typing import Any
 
 from leakmel.core.errors import UsageError
 from leakmel.core.timeline import read_timeline
-from leakmel.ops.bench import (
+from leakmel.extras.machine.bench import (
     ProcessRun,
     record_head,
     rounds_text,

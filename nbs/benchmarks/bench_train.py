@@ -29,13 +29,13 @@ from leakmel.core.errors import LeakmelError, UsageError, show_path
 from leakmel.core.monitor import Monitor, _gpu_handle, mean
 from leakmel.core.timeline import Timeline
 from leakmel.core.timeline import aligned
-from leakmel.learn.data.segments import Segments
-from leakmel.learn.model.detector import Detector, score_rows
-from leakmel.learn.model.spectral import fit_spectral, spectral_features
-from leakmel.learn.train.state import open_training
-from leakmel.learn.model.settings import SMALL_SET, TrainSettings, with_length
-from leakmel.learn.train.state import TrainingState, detector_of
-from leakmel.ops.bench import (
+from leakmel.detector.data.segments import Segments
+from leakmel.detector.model.detector import Detector, score_rows
+from leakmel.detector.model.spectral import fit_spectral, spectral_features
+from leakmel.detector.train.state import open_training
+from leakmel.detector.model.settings import SMALL_SET, TrainSettings, with_length
+from leakmel.detector.train.state import TrainingState, detector_of
+from leakmel.extras.machine.bench import (
     range_text,
     record_head,
     rounds_text,
@@ -307,7 +307,7 @@ def bench_train(
     log: LogLine = log_nothing,
 ) -> dict[str, Any]:  # the figures, as they are stored; "device" says of what
     "Measure training, evaluation and prediction on a synthetic data set."
-    from leakmel.audio.synth import WAV_BYTES
+    from leakmel.recordings.demo import WAV_BYTES
 
     require_rounds(rounds)
     if budget_s <= 0:

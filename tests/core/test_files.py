@@ -13,7 +13,7 @@ from errors import raises
 
 from leakmel.core.errors import MachineError, OutputError, install_command
 from leakmel.core.files import replacing
-from leakmel.dataset.file.reader import requested_spec
+from leakmel.dataset.reader import requested_spec
 
 
 def test_an_error_names_the_path_of_the_user(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from each import each
 import leakmel as lm
 from errors import raises
 from independent import leftovers
-from leakmel.audio import labels
-from leakmel.audio.labels import Decision, append_decision, read_decisions
+from leakmel.recordings import labels
+from leakmel.recordings.labels import Decision, append_decision, read_decisions
 from leakmel.core import locks
 from leakmel.core.errors import OutputError
 from leakmel.core.locks import OutputLock, Owner, OwnerLock, lock_kind, read_owner, this_owner
@@ -302,7 +302,7 @@ def test_waiting_for_a_holder(tmp_path: Path) -> None:
 # ---- the table of decisions
 
 APPEND = """
-from leakmel.audio.labels import Decision, append_decision
+from leakmel.recordings.labels import Decision, append_decision
 for k in range(25): append_decision(target, Decision(f"{sys.argv[2]}/{k}.wav", "", "LEAK", "a", "2026-01-31T08:15:00Z"))
 """
 

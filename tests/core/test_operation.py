@@ -11,10 +11,10 @@ from errors import raises
 from leakmel.core.errors import UsageError
 from leakmel.core.operation import Run, add_options, make, parameter_kinds
 from leakmel.core.parameters import check_types
-from leakmel.learn.metrics.metrics import FIGURES
-from leakmel.learn.model.settings import Metric
-from leakmel.learn.operations import Evaluate, Predict, Train
-from leakmel.ops.operations import Nightly, Retrain, Search
+from leakmel.detector.metrics.metrics import FIGURES
+from leakmel.detector.model.settings import Metric
+from leakmel.operations.detector import Evaluate, Predict, Train
+from leakmel.operations.extras import Nightly, Retrain, Search
 
 NEEDED: dict[Any, list[str]] = {
     Train: ["mels", "--out", "model"],

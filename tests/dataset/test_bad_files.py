@@ -20,16 +20,16 @@ from independent import check, leftovers, walk
 
 import leakmel as lm
 from errors import raises
-from leakmel.audio import listing
-from leakmel.audio.problems import read_content
-from leakmel.audio.wav import MACHINE_FAULTS, MAX_READ_FAILURES
+from leakmel.recordings import listing
+from leakmel.recordings.problems import read_content
+from leakmel.recordings.wav import MACHINE_FAULTS, MAX_READ_FAILURES
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
-from leakmel.dataset.file import schema
-from leakmel.dataset.run import job
-from leakmel.dataset.source import loader
-from leakmel.dataset.source.loader import MOST_LISTED, BadFilesError
-from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset import schema
+from leakmel.dataset import job
+from leakmel.dataset import loader
+from leakmel.dataset.loader import MOST_LISTED, BadFilesError
+from leakmel.dataset.config import PipelineConfig
 
 CONFIG = PipelineConfig(
     files_per_batch=4, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1
@@ -333,7 +333,7 @@ def test_bad_files_in_the_notebook(data: Path, tmp_path: Path) -> None:
 
 
 def test_long_lists_are_shortened_in_json() -> None:
-    from leakmel.dataset.file.schema import Rejected
+    from leakmel.dataset.schema import Rejected
 
     error = BadFilesError(
         "many", [Rejected(b"%d.wav" % k, "empty", "") for k in range(MOST_LISTED + 5)], 5000
@@ -408,7 +408,7 @@ def test_consecutive_read_failures_stop_build_and_scan(
     "Every file from one on: the build and a scan of the contents stop. One file in two: all of these are rejected."
     monkeypatch.setattr(loader, "native", lambda: None)  # read by Python, where faults can be planted
     monkeypatch.setattr(
-        "leakmel.audio.problems.usable_cores", lambda: 1
+        "leakmel.recordings.problems.usable_cores", lambda: 1
     )  # a thread held up may give one from before after many refused
     real, hit = os.open, [lambda k: k > 100]
 
@@ -581,7 +581,7 @@ def test_columns_of_names_are_those_of_the_rows_alone(tmp_path, monkeypatch, mak
     monkeypatch.setattr(job.Job, "parse_names", lambda this: None)
     monkeypatch.setattr(schema, "rows_of_names", counted)
     if in_body:
-        monkeypatch.setattr("leakmel.dataset.run.publish.job_metadata", make_metadata)
+        monkeypatch.setattr("leakmel.dataset.publish.job_metadata", make_metadata)
     result = build(tmp_path / "data", tmp_path / "x.h5")
     assert n_subsets == in_body
     assert (result.rows, len(result.rejections)) == (9, 3)

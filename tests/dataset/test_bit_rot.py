@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import leakmel as lm
-from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset.config import PipelineConfig
 
 pytestmark = pytest.mark.quick
 

@@ -19,14 +19,14 @@ from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.audio.synth import write_wav
+from leakmel.recordings.demo import write_wav
 from leakmel.core import monitor
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.timeline import read_timeline
-from leakmel.dataset.source.loader import BatchReader
-from leakmel.dataset.run import publish
-from leakmel.dataset.run.pipeline import PipelineConfig
-from leakmel.dataset.file.writer import RowFile
+from leakmel.dataset.loader import BatchReader
+from leakmel.dataset import publish
+from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
 from independent import check, content, leftovers, read, same, walk
 
@@ -631,7 +631,7 @@ def test_next_split_is_read_while_the_last_one_is_published(demo, tmp_path, monk
 
     read_on = threading.Event()
     real_sync = RowFile.sync
-    from leakmel.dataset.source.loader import BatchReader
+    from leakmel.dataset.loader import BatchReader
 
     real_fill = BatchReader.fill
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import leakmel as lm
-from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset.config import PipelineConfig
 from independent import leftovers
 
 

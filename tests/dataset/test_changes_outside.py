@@ -13,11 +13,11 @@ from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.audio.labels import Decision, append_decision, now_utc
+from leakmel.recordings.labels import Decision, append_decision, now_utc
 from leakmel.core.errors import DataError, MachineError, OutputError
-from leakmel.dataset.run import publish
-from leakmel.dataset.run.config import PipelineConfig, TunedConfig
-from leakmel.dataset.run.pipeline import build_part, join
+from leakmel.dataset import publish
+from leakmel.dataset.config import PipelineConfig, TunedConfig
+from leakmel.dataset.pipeline import build_part, join
 
 SHORT = {"sample_rate": 4096, "duration_s": 1.0}
 QUIET: dict[str, Any] = dict(

@@ -14,7 +14,7 @@ from cluster_guide import ROOT, certificates
 from conftest import need
 
 import leakmel as lm
-from leakmel.audio.synth import write_demo
+from leakmel.recordings.demo import write_demo
 
 pytestmark = pytest.mark.slow
 

@@ -13,13 +13,13 @@ from typing import Any
 from each import each
 
 import leakmel as lm
-from leakmel.audio.naming import match_pattern
+from leakmel.recordings.naming import match_pattern
 from leakmel.core.errors import RecordingError, VerifyError
-from leakmel.dataset.check.consistency import pick_rejected
-from leakmel.dataset.source import loader
-from leakmel.dataset.source.loader import BatchReader
-from leakmel.dataset.run.pipeline import PipelineConfig
-from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
+from leakmel.dataset.consistency import pick_rejected
+from leakmel.dataset import loader
+from leakmel.dataset.loader import BatchReader
+from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
 from independent import leftovers
 
 QUIET: dict[str, Any] = dict(

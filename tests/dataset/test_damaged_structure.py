@@ -25,14 +25,14 @@ from each import each
 import leakmel as lm
 from leakmel.core import threads
 from leakmel.core.errors import LeakmelError, MachineError, VerifyError
-from leakmel.dataset.export.formats import open_sources as sources_of_export
-from leakmel.dataset.file import schema
-from leakmel.dataset.file.reader import open_dataset
-from leakmel.dataset.file.reader import requested_spec
-from leakmel.dataset.run.config import PipelineConfig
-from leakmel.insight.dashboard import spectra_figure
-from leakmel.learn.data.segments import open_sources
-from leakmel.dataset.export.formats import card
+from leakmel.extras.formats import open_sources as sources_of_export
+from leakmel.dataset import schema
+from leakmel.dataset.reader import open_dataset
+from leakmel.dataset.reader import requested_spec
+from leakmel.dataset.config import PipelineConfig
+from leakmel.pages.dashboard import spectra_figure
+from leakmel.detector.data.segments import open_sources
+from leakmel.extras.formats import card
 
 KINDS = ("plain", "waveforms", "gzip")
 
@@ -455,7 +455,7 @@ def test_where_a_process_cannot_be_forked_one_is_started(copy: Callable) -> None
 BESIDE_THREADS = """
 import sys, threading
 import numpy as np
-from leakmel.dataset.file import schema
+from leakmel.dataset import schema
 
 over = threading.Event()
 square = np.random.default_rng(0).random((300, 300))
@@ -504,7 +504,7 @@ def test_a_signal_ends_the_examination_at_once(copy: Callable, number: signal.Si
     zero_the_heap(path)
     code = """
 import signal, sys, threading, time
-from leakmel.dataset.file import schema
+from leakmel.dataset import schema
 from leakmel.cli import main
 schema._SECONDS = schema._MOST_SECONDS = 1e3
 real = schema.select.poll

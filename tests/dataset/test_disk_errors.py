@@ -198,7 +198,7 @@ OTHERS = """
 import contextlib, io, os, shutil, sys, torch
 torch.set_num_threads(1)
 from leakmel.cli import main
-from leakmel.learn.model import spectral
+from leakmel.detector.model import spectral
 spectral.N_TREES = 5
 for words, made in {commands!r}:
     with contextlib.redirect_stdout(io.StringIO()):

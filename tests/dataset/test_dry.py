@@ -8,7 +8,7 @@ import pytest
 from typing import Any
 
 import leakmel as lm
-from leakmel.audio.wav import canonical_header
+from leakmel.recordings.wav import canonical_header
 from leakmel.cli import main
 from build_runs import plan_run
 

@@ -10,17 +10,10 @@ import pytest
 
 import leakmel as lm
 from leakmel import __version__
-from leakmel.dataset.run import config as engine_choice, targets
-from leakmel.dataset.run.config import (
-    SCHEMA,
-    PipelineConfig,
-    read_tuned,
-    this_machine,
-    tuned_path,
-    write_tuned,
-)
-from leakmel.dataset.run.config import EXPECTED, break_even, choose_engine, engine_costs
-from leakmel.dataset.run.existing import engine_of_journal, journal_path
+from leakmel.dataset import config as engine_choice, targets
+from leakmel.dataset.config import SCHEMA, PipelineConfig, read_tuned, this_machine, tuned_path, write_tuned
+from leakmel.dataset.config import EXPECTED, break_even, choose_engine, engine_costs
+from leakmel.dataset.existing import engine_of_journal, journal_path
 from leakmel.core.errors import DataError
 from leakmel.mel.spec import MelSpec
 
@@ -183,7 +176,7 @@ def test_an_interrupted_build_is_resumed_by_its_engine(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("leakmel.dataset.run.publish.job_metadata", interrupt)
+        patch.setattr("leakmel.dataset.publish.job_metadata", interrupt)
         with pytest.raises(KeyboardInterrupt):
             lm.build(demo, engine="reference", **options)
     head = engine_of_journal(journal_path(out))

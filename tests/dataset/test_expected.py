@@ -10,11 +10,11 @@ import soundfile
 from typing import Any
 
 import leakmel as lm
-from leakmel.audio.conform import ConformRules, conform
-from leakmel.audio.wav import Recording
+from leakmel.recordings.conform import ConformRules, conform
+from leakmel.recordings.wav import Recording
 from leakmel.core.errors import RecordingError, VerifyError
-from leakmel.dataset.source import loader
-from leakmel.dataset.check.consistency import expected_row
+from leakmel.dataset import loader
+from leakmel.dataset.consistency import expected_row
 
 pytestmark = pytest.mark.quick
 

@@ -21,7 +21,7 @@ from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.audio.synth import write_demo
+from leakmel.recordings.demo import write_demo
 from leakmel.core.errors import (
     DataError,
     EngineError,
@@ -33,14 +33,14 @@ from leakmel.core.errors import (
     VerifyError,
 )
 from leakmel.core.locks import OutputLock
-from leakmel.dataset.file import writer
-from leakmel.dataset.file.writer import RowFile
-from leakmel.dataset.run import inputs, job, publish
-from leakmel.dataset.run.job import Job
-from leakmel.dataset.run.job import may_resume
-from leakmel.dataset.run.pipeline import PipelineConfig
-from leakmel.dataset.run.targets import Ring
-from leakmel.dataset.source import loader
+from leakmel.dataset import writer
+from leakmel.dataset.writer import RowFile
+from leakmel.dataset import inputs, job, publish
+from leakmel.dataset.job import Job
+from leakmel.dataset.job import may_resume
+from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.targets import Ring
+from leakmel.dataset import loader
 from leakmel.mel import engines, spec as mel_spec
 from leakmel.mel.engines import ReferenceEngine
 from independent import check, content, leftovers, log_mel, walk
@@ -317,7 +317,7 @@ def test_read_faults_of_the_machine(tmp_path, data, old, monkeypatch):
 @pytest.mark.parametrize("nth", [1, 3])
 def test_rows_that_cannot_be_read_back(tmp_path, data, old, monkeypatch, nth):
     "A fault of the disk while a worker reads its rows back, by compiled code or in Python, is an error of the output, not of recordings."
-    compiled = importlib.import_module("leakmel.audio.native")._FUNCTIONS
+    compiled = importlib.import_module("leakmel.recordings.native")._FUNCTIONS
     real, real_digests, calls = os.preadv, compiled["digest_file_rows"], []
 
     def is_broken(fd: int) -> bool:
@@ -482,7 +482,7 @@ def test_memory_runs_out_in_any_thread(tmp_path, data, old, monkeypatch, where):
 
 
 def test_slots_that_cannot_be_allocated(tmp_path, data, old, monkeypatch):
-    from leakmel.dataset.run import targets
+    from leakmel.dataset import targets
 
     def broken(*a):
         raise MemoryError
@@ -841,7 +841,7 @@ def test_engine_that_skips_rows_is_detected(tmp_path, data, old, monkeypatch):
 
 WAIT_FOR_ROWS = """
 import os, sys, signal, threading, time
-from leakmel.dataset.run.job import Job
+from leakmel.dataset.job import Job
 real, n = Job.take, [0]
 def take(self, slot):
     n[0] += 1
@@ -927,7 +927,7 @@ def test_ctrl_c_while_files_are_created_or_removed_leaves_none(tmp_path, data, m
 # The last split is not begun before the signal was sent, however late that is.
 WAIT_FOR_SIGNAL = """
 import os, sys, time
-from leakmel.dataset.source.loader import BatchReader
+from leakmel.dataset.loader import BatchReader
 sent, real = sys.argv.pop(1), BatchReader.fill
 def fill(self, slot):
     open(sent + ".begun", "w").close()

@@ -21,15 +21,9 @@ from each import each
 import leakmel as lm
 from errors import raises
 from leakmel.core.errors import OutputError
-from leakmel.dataset.file import schema, writer
-from leakmel.dataset.file.schema import Metadata, new_file
-from leakmel.dataset.file.writer import (
-    RowFile,
-    compress_chunk,
-    compress_rows,
-    create_compressed,
-    map_in_order,
-)
+from leakmel.dataset import schema, writer
+from leakmel.dataset.schema import Metadata, new_file
+from leakmel.dataset.writer import RowFile, compress_chunk, compress_rows, create_compressed, map_in_order
 from independent import content, leftovers, same
 from test_writer import WAVE, build_both, metadata_of, with_waves
 
@@ -325,7 +319,7 @@ from pathlib import Path
 sys.path[:0] = {tests!r}
 from test_gzip import whole
 from leakmel.core.errors import LeakmelError
-from leakmel.dataset.file import writer
+from leakmel.dataset import writer
 writer.require_space = lambda *a: None        # somebody else takes the room after it was asked for
 file, meta = whole(Path({folder!r}), 300)
 before = file.partial.read_bytes()
@@ -352,7 +346,7 @@ import os, sys, time
 from functools import partial
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])      # one thread packs
 from leakmel.cli import main
-from leakmel.dataset.file import writer
+from leakmel.dataset import writer
 writer.create_compressed = partial(writer.create_compressed, chunk_bytes=1)
 real, sent = writer.compress_chunk, sys.argv.pop(1)
 def slow(*a):

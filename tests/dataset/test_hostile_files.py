@@ -14,15 +14,15 @@ from each import each
 from children import Server, server
 
 import leakmel as lm
-from leakmel.dataset.file import schema
-from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset import schema
+from leakmel.dataset.config import PipelineConfig
 
 # Reads are noted, and nothing else is changed. What is open when the child ends is closed by the library.
 OPEN_OR_VERIFY = """
 import h5py
 import leakmel as lm
 from leakmel.core.errors import LeakmelError
-from leakmel.dataset.file import schema
+from leakmel.dataset import schema
 path, how, reads = {path!r}, {how!r}, []
 real = h5py.Dataset.__getitem__, h5py.Dataset.read_direct
 h5py.Dataset.__getitem__ = lambda self, *a, **k: (reads.append(self.name), real[0](self, *a, **k))[1]
@@ -43,7 +43,7 @@ ANYWHERE = 1 << 42  # 4 TiB
 @pytest.fixture(scope="module")
 def children() -> Iterator[Server]:
     with server(
-        "import leakmel as lm, h5py\nfrom leakmel.dataset.file import reader; from leakmel.dataset.check import verify\nfrom leakmel.cli import main\n"
+        "import leakmel as lm, h5py\nfrom leakmel.dataset import reader; from leakmel.dataset import verify\nfrom leakmel.cli import main\n"
     ) as opened:
         yield opened
 

@@ -16,14 +16,14 @@ import pytest
 from each import each
 
 import leakmel as lm
-from leakmel.audio.synth import write_wav
+from leakmel.recordings.demo import write_wav
 from leakmel.cli import main
-from leakmel.dataset.file.schema import ALIGNMENT
-from leakmel.dataset.file.writer import RowFile
-from leakmel.dataset.run.job import store_waveforms, waveform_shape
+from leakmel.dataset.schema import ALIGNMENT
+from leakmel.dataset.writer import RowFile
+from leakmel.dataset.job import store_waveforms, waveform_shape
 from build_runs import execute, plan_run
-from leakmel.dataset.run.pipeline import PipelineConfig
-from leakmel.dataset.source.loader import Slot
+from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.loader import Slot
 from leakmel.mel.engines import CPU_ENGINES
 from independent import content, fit, leftovers, log_mel, off, read, walk
 

@@ -21,10 +21,10 @@ from leakmel.core.errors import (
     UsageError,
     VerifyError,
 )
-from leakmel.dataset.check import verify as verify_module
-from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset import verify as verify_module
+from leakmel.dataset.config import PipelineConfig
 from leakmel.core.threads import ThreadGroup
-from leakmel.dataset.run.job import Job
+from leakmel.dataset.job import Job
 
 QUIET: dict[str, Any] = {
     "progress": "none",
@@ -94,7 +94,7 @@ def test_machine_fault_during_the_check_is_not_a_wrong_row(tmp_path, data, monke
     def read(path):
         raise MachineError("the machine failed while reading (EMFILE)", path=path)
 
-    monkeypatch.setattr("leakmel.dataset.check.consistency.read_wav", read)
+    monkeypatch.setattr("leakmel.dataset.consistency.read_wav", read)
     with pytest.raises(MachineError, match="EMFILE"):
         lm.build(data, out=tmp_path / "x.h5", **QUIET)
 
@@ -106,7 +106,7 @@ def test_source_removed_during_the_check_is_named(tmp_path, data, monkeypatch):
         (data / "LEAK" / "H0~0~20250101_000000~8.wav").unlink()
         return real(*args, **options)
 
-    monkeypatch.setattr("leakmel.dataset.run.publish.check_data_set", check)
+    monkeypatch.setattr("leakmel.dataset.publish.check_data_set", check)
     with raises("recordings-changed", DataError, says="H0~0"):
         lm.build(data, out=tmp_path / "x.h5", **QUIET)
 

@@ -12,7 +12,7 @@ from each import each
 import xxhash
 
 import leakmel as lm
-from leakmel.dataset.file import schema
+from leakmel.dataset import schema
 
 FEW, MANY = (
     24_000,
@@ -23,8 +23,8 @@ MOST_BYTES = 560  # that one more recording may take at the peak; its path and f
 BUILD = """
 import re, sys
 import leakmel as lm
-from leakmel.dataset.run import pipeline
-from leakmel.dataset.run import publish
+from leakmel.dataset import pipeline
+from leakmel.dataset import publish
 
 def take_peak(*about):
     with open("/proc/self/status") as status: print(re.search(r"VmHWM:\\s+(\\d+) kB", status.read())[1], flush=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from each import each
 
-from leakmel.audio.synth import wav_bytes
+from leakmel.recordings.demo import wav_bytes
 
 pytestmark = [pytest.mark.site, pytest.mark.slow]
 FEW, MANY = 10_000, 50_000
@@ -17,9 +17,9 @@ IMPORTS = "import re, sys; import leakmel as lm; root, out, spec = *sys.argv[1:]
 BUILD = "lm.build(root, out=out, spec=spec, engine='cpu', progress='none')"
 PREDICT = """
 import torch
-from leakmel.learn.data.segments import make_task
-from leakmel.learn.model.detector import Detector
-from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.detector.data.segments import make_task
+from leakmel.detector.model.detector import Detector
+from leakmel.detector.model.net import LeakNet, NetSettings
 Detector.segment_scores = lambda self, mels, counts: torch.rand(mels.shape[:2])
 detector = Detector(LeakNet(NetSettings(channels=(8, 8))), make_task(["LEAK", "NOLEAK"]), spec)
 """

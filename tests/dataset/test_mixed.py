@@ -15,14 +15,14 @@ from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.audio.manifest import scan
-from leakmel.audio.synth import write_wav
-from leakmel.audio.wav import canonical_header
+from leakmel.recordings.manifest import scan
+from leakmel.recordings.demo import write_wav
+from leakmel.recordings.wav import canonical_header
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
-from leakmel.dataset.run.inputs import READ_HEADERS, _round_down, decide_spec, propose_build
-from leakmel.insight.explore import Explorer
-from leakmel.insight.explore import recordings_of_scan
+from leakmel.dataset.inputs import READ_HEADERS, _round_down, decide_spec, propose_build
+from leakmel.pages.explore import Explorer
+from leakmel.pages.explore import recordings_of_scan
 
 # rate in Hz, seconds, channels, number: the first is the majority
 MIXED = ((8000, 2.0, 1, 7), (16_000, 2.0, 1, 2), (8000, 1.0, 2, 1), (8000, 3.5, 1, 2))

@@ -19,16 +19,16 @@ import soundfile
 from typing import Any
 
 import leakmel as lm
-from leakmel.audio.manifest import scan
+from leakmel.recordings.manifest import scan
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, OutputError, UsageError
 from leakmel.core.locks import OutputLock
 from leakmel.core.timeline import Timeline
-from leakmel.dataset.run import modes
-from leakmel.dataset.run.config import PipelineConfig
-from leakmel.dataset.run.modes import MODES, choose_mode
-from leakmel.dataset.source.loader import BatchReader
-from leakmel.dataset.run.modes import (
+from leakmel.dataset import modes
+from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.modes import MODES, choose_mode
+from leakmel.dataset.loader import BatchReader
+from leakmel.dataset.modes import (
     SUFFIX,
     CachedReader,
     SampleCache,
@@ -313,7 +313,7 @@ def test_cache_file_truncated_during_a_build_raises_no_sigbus(tmp_path, mixed, o
 def test_killed_cache_writer_leaves_no_cache_file(tmp_path, mixed, own_cache):
     "Killed while the cache file is being written: no file under its name, the next build makes it."
     code = (
-        "import os, sys, leakmel as lm\nfrom leakmel.dataset.run.modes import SampleCache\n"
+        "import os, sys, leakmel as lm\nfrom leakmel.dataset.modes import SampleCache\n"
         "SampleCache.save = lambda *a: os.kill(os.getpid(), 9)\n"
         f"lm.build({str(mixed)!r}, out={str(tmp_path / 'k.h5')!r}, mode='memmap', spec=lm.MelSpec.preset('disjoint', duration_s=1), progress='none')"
     )

@@ -29,15 +29,15 @@ from independent import check
 from object_server import BUCKET, SECRET, ObjectServer
 
 import leakmel as lm
-from leakmel.audio.synth import write_demo
+from leakmel.recordings.demo import write_demo
 from leakmel.core import store as store_module
 from leakmel.core.store import open_store, store_path
 from leakmel.core.errors import DataError, MachineError, UsageError
-from leakmel.dataset.run import pipeline as parts_module
-from leakmel.dataset.run.pipeline import build_part, join
+from leakmel.dataset import pipeline as parts_module
+from leakmel.dataset.pipeline import build_part, join
 from build_runs import execute, plan_run
-from leakmel.dataset.source import loader as objects_module
-from leakmel.dataset.source.loader import BadFilesError
+from leakmel.dataset import loader as objects_module
+from leakmel.dataset.loader import BadFilesError
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")

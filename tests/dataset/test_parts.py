@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 from independent import check
 
 import leakmel as lm
-from leakmel.audio.conform import digests_of
-from leakmel.audio.listing import part_range
-from leakmel.audio.synth import write_demo, write_wav
+from leakmel.recordings.conform import digests_of
+from leakmel.recordings.listing import part_range
+from leakmel.recordings.demo import write_demo, write_wav
 from leakmel.cli import main
 from leakmel.core.cluster import open_cluster, run_tasks
 from leakmel.core.errors import (
@@ -45,18 +45,18 @@ from leakmel.core.errors import (
 from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
 from leakmel.core.timeline import STAGES, covered_s, read_timeline
-from leakmel.dataset.check import verify as verify_module
-from leakmel.dataset.run import (
+from leakmel.dataset import (
     existing as existing_module,
     job as job_module,
     pipeline as parts_module,
     targets as targets_module,
+    verify as verify_module,
 )
-from leakmel.dataset.run.pipeline import build_part, finished_parts, join, parts_folder
-from leakmel.dataset.source.loader import BadFilesError
+from leakmel.dataset.pipeline import build_part, finished_parts, join, parts_folder
+from leakmel.dataset.loader import BadFilesError
 from leakmel.core.timeline import analysis_text
 from leakmel.core.timeline import attribute, interval_s
-from leakmel.insight.plots import batch_timeline
+from leakmel.pages.plots import batch_timeline
 
 QUIET: dict[str, Any] = {"engine": "cpu", "progress": "none"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -657,7 +657,7 @@ def test_a_pool_whose_process_dies_says_so_and_the_next_run_goes_on(
 _HEAD = """
 import sys, leakmel as lm
 from concurrent.futures import ThreadPoolExecutor
-from leakmel.dataset.run import pipeline as parts
+from leakmel.dataset import pipeline as parts
 parts.PART_SIZE = 1000
 with ThreadPoolExecutor(1) as pool:
     lm.build(sys.argv[1], split="training", out=sys.argv[2], cluster=pool, engine="cpu", progress="none")

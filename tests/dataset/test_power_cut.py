@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 
 import leakmel as lm
-from leakmel.audio.synth import write_wav
-from leakmel.dataset.file import writer
-from leakmel.dataset.run.job import Job
-from leakmel.dataset.run.pipeline import PipelineConfig
+from leakmel.recordings.demo import write_wav
+from leakmel.dataset import writer
+from leakmel.dataset.job import Job
+from leakmel.dataset.pipeline import PipelineConfig
 from test_resume import all_changes, build, data, fresh_bytes, settle  # noqa: F401 (data is a fixture)
 
 SYNCED = PipelineConfig(

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     "A data set of 7 rows of three labels, one of them without rows here."
-    from leakmel.audio.synth import write_wav
+    from leakmel.recordings.demo import write_wav
 
     root = tmp_path_factory.mktemp("reader") / "data"
     for k, label in enumerate(["LEAK", "NOLEAK", "LEAK", "Straße 3", "NOLEAK", "LEAK", "LEAK"]):

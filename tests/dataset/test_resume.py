@@ -21,17 +21,17 @@ from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.audio.synth import write_wav
+from leakmel.recordings.demo import write_wav
 from leakmel.core.errors import DataError, OutputError, SpaceError, VerifyError
-from leakmel.dataset.file import writer
-from leakmel.dataset.run import existing, job as job_module
-from leakmel.dataset.run.job import may_resume
-from leakmel.dataset.source import loader
-from leakmel.dataset.run.existing import read_state, state_path, write_state
-from leakmel.dataset.source.loader import BadFilesError
-from leakmel.dataset.run.job import Job
-from leakmel.dataset.run.existing import journal_path
-from leakmel.dataset.run.pipeline import PipelineConfig
+from leakmel.dataset import writer
+from leakmel.dataset import existing, job as job_module
+from leakmel.dataset.job import may_resume
+from leakmel.dataset import loader
+from leakmel.dataset.existing import read_state, state_path, write_state
+from leakmel.dataset.loader import BadFilesError
+from leakmel.dataset.job import Job
+from leakmel.dataset.existing import journal_path
+from leakmel.dataset.pipeline import PipelineConfig
 from independent import check, leftovers
 
 CONFIG = PipelineConfig(
@@ -831,7 +831,7 @@ def test_no_files_are_left_without_a_journal(
     def broken(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("leakmel.dataset.run.publish.job_metadata", broken)
+    monkeypatch.setattr("leakmel.dataset.publish.job_metadata", broken)
     with pytest.raises(KeyboardInterrupt):
         build(data, tmp_path / "out" / "x.h5", pipeline=config)
     assert leftovers(tmp_path / "out") == []
@@ -1005,7 +1005,7 @@ def test_interrupt_after_the_last_row_reuses_all_rows(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setattr(f"leakmel.dataset.run.publish.{stage}", interrupted)
+        m.setattr(f"leakmel.dataset.publish.{stage}", interrupted)
         with pytest.raises(KeyboardInterrupt) as raised:
             build(data, target)
     assert raised.value.__notes__[0].startswith("30 rows are kept")
@@ -1055,7 +1055,7 @@ def test_copies_between_a_changed_and_an_unchanged_split_are_reported(demo: Path
 
 
 def test_no_rate_is_reported_for_reused_rows(data: Path, tmp_path: Path) -> None:
-    from leakmel.insight.dashboard import build_card
+    from leakmel.pages.dashboard import build_card
 
     target = tmp_path / "out" / "x.h5"
     assert "files/s" in repr(build(data, target)) + repr(build_card([build(data, target, fresh=True)]))
@@ -1332,7 +1332,7 @@ def test_change_within_the_second_of_a_build_is_detected(
         with monkeypatch.context() as m:
             if interrupted:
                 m.setattr(
-                    "leakmel.dataset.run.publish.check_data_set",
+                    "leakmel.dataset.publish.check_data_set",
                     lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt()),
                 )
             with suppress(KeyboardInterrupt):

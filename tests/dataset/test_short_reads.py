@@ -16,12 +16,12 @@ from each import each
 from conftest import need
 
 import leakmel as lm
-from leakmel.audio import wav
-from leakmel.audio.wav import canonical_header, pread_all, read_wav
+from leakmel.recordings import wav
+from leakmel.recordings.wav import canonical_header, pread_all, read_wav
 from leakmel.core.errors import RecordingError
-from leakmel.learn.data.segments import make_task
-from leakmel.learn.model.detector import Detector
-from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.detector.data.segments import make_task
+from leakmel.detector.model.detector import Detector
+from leakmel.detector.model.net import LeakNet, NetSettings
 from odd_wavs import READ, REFUSED
 
 # Reads of files below a folder return at most LIMIT bytes (rotating from 1 to it), and every third call is interrupted.
@@ -71,7 +71,7 @@ RATE, N = 4096, 4096
 SCRIPT = """
 import json, sys
 import leakmel as lm
-from leakmel.audio.labels import Decision, append_decision, now_utc, read_labels
+from leakmel.recordings.labels import Decision, append_decision, now_utc, read_labels
 {body}
 """
 
@@ -161,7 +161,9 @@ def test_a_build_has_the_same_bytes(library: Path, data: Path, tmp_path: Path, m
 @pytest.mark.parametrize("limit", [7])
 def test_an_interrupted_build_is_resumed(library: Path, data: Path, tmp_path: Path, limit: int) -> None:
     "The journal and the rows in the partial file are read whole."
-    stop = "import os; from leakmel.dataset.run import publish; publish._check = lambda *a: os.kill(os.getpid(), 9)"
+    stop = (
+        "import os; from leakmel.dataset import publish; publish._check = lambda *a: os.kill(os.getpid(), 9)"
+    )
     body = stop + BUILD
     named = {"LD_PRELOAD": str(library), "SHORT_BELOW": str(tmp_path), "SHORT_LIMIT": str(limit)}
     target = tmp_path / "x.h5"
@@ -190,7 +192,7 @@ def test_every_odd_file_is_read_as_before(library: Path, tmp_path: Path, limit: 
             (tmp_path / f"{name}.wav").write_bytes(odd.content)
     body = """
 from pathlib import Path
-from leakmel.audio.wav import read_wav
+from leakmel.recordings.wav import read_wav
 from leakmel.core.errors import RecordingError
 def outcome(path):
     try: return read_wav(path).digest

@@ -15,7 +15,7 @@ SWIFT = "os.fsync = os.fdatasync = lambda fd: None\n"  # what the disk confirms 
 AT_A_STEP = """
 import itertools, time
 import h5py
-from leakmel.dataset.file import writer
+from leakmel.dataset import writer
 number, at, marker = {number}, {at}, {marker!r}
 count = itertools.count(1)
 def stepping(real):

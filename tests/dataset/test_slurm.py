@@ -15,8 +15,8 @@ import pytest
 from cluster_guide import certificates, of_guide
 
 import leakmel as lm
-from leakmel.audio.synth import write_demo
-from leakmel.dataset.run.pipeline import finished_parts, parts_folder
+from leakmel.recordings.demo import write_demo
+from leakmel.dataset.pipeline import finished_parts, parts_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -222,7 +222,7 @@ def script_of_guide() -> str:
     }.items():
         assert text.count(old) == 1
         text = text.replace(old, new)
-    return "import sys\nfrom leakmel.dataset.run import pipeline as parts\n" + text
+    return "import sys\nfrom leakmel.dataset import pipeline as parts\n" + text
 
 
 @pytest.mark.parametrize("cancel", [False, True])

@@ -11,13 +11,13 @@ from typing import Any
 from each import each
 
 import leakmel as lm
-from leakmel.audio.synth import write_wav
+from leakmel.recordings.demo import write_wav
 from leakmel.core.errors import DataError, LeakmelError, MachineError, VerifyError
-from leakmel.dataset.check import consistency as sources
-from leakmel.dataset.run.config import PipelineConfig
-from leakmel.dataset.run.job import Job
-from leakmel.dataset.check.consistency import Sources, expected_bounds, read_source
-from leakmel.dataset.check.verify import check_data_set, pick_rows
+from leakmel.dataset import consistency as sources
+from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.job import Job
+from leakmel.dataset.consistency import Sources, expected_bounds, read_source
+from leakmel.dataset.verify import check_data_set, pick_rows
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.spec import bounds_of, reference_features
 

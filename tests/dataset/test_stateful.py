@@ -24,10 +24,10 @@ from hypothesis.stateful import (
 )
 
 import leakmel as lm
-from leakmel.audio.synth import write_wav
-from leakmel.dataset.source.loader import BadFilesError
-from leakmel.dataset.run.job import Job
-from leakmel.dataset.run.pipeline import PipelineConfig
+from leakmel.recordings.demo import write_wav
+from leakmel.dataset.loader import BadFilesError
+from leakmel.dataset.job import Job
+from leakmel.dataset.pipeline import PipelineConfig
 
 SPEC = lm.MelSpec.preset("disjoint", duration_s=0.5)
 CONFIG = PipelineConfig(

@@ -15,9 +15,9 @@ from errors import raises
 from tiny_training import tiny_words
 
 import leakmel as lm
-from leakmel.audio.labels import Decision, append_decision, now_utc
-from leakmel.audio.tables import MAX_EXTRA_BYTES, MAX_EXTRA_COLUMNS, MEASURED_COLUMNS, read_table
-from leakmel.audio.wav import canonical_header
+from leakmel.recordings.labels import Decision, append_decision, now_utc
+from leakmel.recordings.tables import MAX_EXTRA_BYTES, MAX_EXTRA_COLUMNS, MEASURED_COLUMNS, read_table
+from leakmel.recordings.wav import canonical_header
 from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError
 from build_runs import execute, plan_run
@@ -186,7 +186,7 @@ def test_the_table_of_a_scan_is_a_table(faulty, tmp_path, content):
 
 
 def read_columns() -> set[str]:
-    from leakmel.audio.tables import TABLE_COLUMNS
+    from leakmel.recordings.tables import TABLE_COLUMNS
 
     return set(TABLE_COLUMNS)
 
@@ -252,7 +252,7 @@ def test_groups_by_a_column_of_the_table(made, capsys):
 
 
 def lm_group_split(path, group):
-    from leakmel.learn.data.splits import group_split
+    from leakmel.detector.data.splits import group_split
 
     shares = {"training": 1 / 3, "validation": 1 / 3, "testing": 1 - 2 / 3}
     return group_split([path], group, shares=shares, allow_leaky_split=True, progress="none")

@@ -15,17 +15,17 @@ from typing import Any
 from each import each
 
 import leakmel as lm
-from leakmel.audio import conform
-from leakmel.audio.wav import digest_of
+from leakmel.recordings import conform
+from leakmel.recordings.wav import digest_of
 from leakmel.core.errors import VerifyError
-from leakmel.dataset.check import verify
-from leakmel.dataset.run import job as waveforms
-from leakmel.dataset.run import publish
-from leakmel.dataset.run.job import Job
-from leakmel.dataset.run.pipeline import PipelineConfig
-from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
-from leakmel.dataset.check.verify import VerifyReport, pick_rows
-from leakmel.dataset.file.writer import RowFile
+from leakmel.dataset import verify
+from leakmel.dataset import job as waveforms
+from leakmel.dataset import publish
+from leakmel.dataset.job import Job
+from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
+from leakmel.dataset.verify import VerifyReport, pick_rows
+from leakmel.dataset.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.spec import reference_log_mel
 from independent import fit, leftovers, log_mel, read
@@ -36,7 +36,7 @@ N = 30
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Path, Path]:
     "A folder of 31 files, one of them broken, and its data set."
-    from leakmel.audio.synth import write_wav
+    from leakmel.recordings.demo import write_wav
 
     base = tmp_path_factory.mktemp("verify")
     for k in range(N):
@@ -466,10 +466,10 @@ def test_writer_that_leaves_gaps_publishes_nothing(data, tmp_path, monkeypatch):
 
 def test_verify_imports_no_code_of_the_builder():
     "No path of imports leads from verify to the loader, the engines, the ring or the writer."
-    import leakmel.dataset.check.verify
+    import leakmel.dataset.verify
 
     package = Path(lm.__file__).parent
-    seen, todo = set(), [Path(leakmel.dataset.check.verify.__file__)]
+    seen, todo = set(), [Path(leakmel.dataset.verify.__file__)]
     while todo:
         if (path := todo.pop()) in seen:
             continue
@@ -487,7 +487,7 @@ def test_verify_imports_no_code_of_the_builder():
                 if p.is_file()
             ]
     names = {"/".join(p.relative_to(package).with_suffix("").parts) for p in seen}
-    assert {"dataset/check/verify", "dataset/file/schema", "mel/spec", "audio/conform"} <= names
+    assert {"dataset/verify", "dataset/schema", "mel/spec", "recordings/conform"} <= names
     assert not {
         n
         for n in names

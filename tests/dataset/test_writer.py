@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from errors import raises
-from leakmel.audio.wav import digest_of
+from leakmel.recordings.wav import digest_of
 from leakmel.core.errors import OutputError, SpaceError, UsageError
 from leakmel.core.files import replacing, require_space
 from leakmel.core.locks import OutputLock
-from leakmel.dataset.file import schema, writer
-from leakmel.dataset.file.schema import (
+from leakmel.dataset import schema, writer
+from leakmel.dataset.schema import (
     FILE_COLUMNS,
     Metadata,
     Rejected,
@@ -32,7 +32,7 @@ from leakmel.dataset.file.schema import (
     name_columns,
     root_attributes,
 )
-from leakmel.dataset.file.writer import RowFile, part_offsets, reserve
+from leakmel.dataset.writer import RowFile, part_offsets, reserve
 from leakmel.mel.spec import MelSpec
 from independent import content, leftovers, same
 

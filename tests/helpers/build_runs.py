@@ -3,8 +3,8 @@
 from typing import Any
 
 from leakmel.core.operation import Run, make
-from leakmel.dataset.run.publish import BuildResult
-from leakmel.operations import Build, BuildPlan
+from leakmel.dataset.publish import BuildResult
+from leakmel.operations.data import Build, BuildPlan
 
 
 def plan_run(parameters: dict[str, Any], progress: str = "none") -> BuildPlan:

@@ -44,8 +44,8 @@ if asked is not None:
 BUILDS = """
 import contextlib, io, tempfile, threading
 import leakmel as lm
-from leakmel.dataset.run import job
-from leakmel.dataset.source import loader
+from leakmel.dataset import job
+from leakmel.dataset import loader
 from leakmel.mel import engines
 with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
     lm.write_demo(place + "/network", n_files=6)

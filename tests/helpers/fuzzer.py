@@ -15,8 +15,8 @@ import sys
 import numpy as np
 import soundfile
 
-from leakmel.audio import wav
-from leakmel.audio.wav import (
+from leakmel.recordings import wav
+from leakmel.recordings.wav import (
     MAX_CHANNELS,
     MAX_CHUNKS,
     canonical_header,

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from leakmel.core.monitor import machine_facts
-from leakmel.ops.bench import commit
+from leakmel.extras.machine.bench import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMISES = ROOT / "nbs" / "explanations" / "promises.toml"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from leakmel.learn.model.settings import TrainSettings
+from leakmel.detector.model.settings import TrainSettings
 
 
 FEW_TREES = 20  # of each forest; a tenth of the usual ones
@@ -49,7 +49,7 @@ def tiny_words(epochs: int) -> list[str]:
 
 def use_few_trees() -> None:
     "Let the forests that this process fits have a tenth of their trees, as the fixture `few_trees` does: for workers of a cluster."
-    from leakmel.learn.model import spectral
+    from leakmel.detector.model import spectral
 
     spectral.N_TREES = FEW_TREES
 
@@ -64,7 +64,7 @@ _IMPORTS = """
 import contextlib, io, os, tempfile, torch
 torch.set_num_threads(1)
 from leakmel.cli import main
-import leakmel.learn.plans
+import leakmel.detector.plans
 with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
     words = {words} + [{sets!r}, "--out", place + "/run", "--detector", "cnn", "--epochs", "1", "--channels", "2", "--device", "cpu", "--quiet"]
     assert main(words) == 0

@@ -24,7 +24,7 @@ from conftest import need
 from errors import raises
 from fake_device import FakeDevice, FakeOutOfMemory, FakeStream, Faults, taken
 
-from leakmel.audio.conform import moments_of
+from leakmel.recordings.conform import moments_of
 from leakmel.core.errors import EngineError, UsageError
 from leakmel.core.timeline import Timeline
 from leakmel.mel import device as module, device_engine, engines

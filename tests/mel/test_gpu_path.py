@@ -21,9 +21,9 @@ from messy import write_messy
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import EngineError, LeakmelError, MachineError
-from leakmel.dataset.run import config as run_config
-from leakmel.dataset.run import targets
-from leakmel.dataset.run.pipeline import PipelineConfig
+from leakmel.dataset import config as run_config
+from leakmel.dataset import targets
+from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.mel import torch_engine
 from leakmel.mel.device_engine import DeviceEngine, DeviceLane
 from leakmel.mel.engines import DeviceOptions

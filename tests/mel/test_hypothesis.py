@@ -11,7 +11,7 @@ import soundfile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from leakmel.audio.wav import (
+from leakmel.recordings.wav import (
     MAX_CHANNELS,
     STREAMED,
     Recording,

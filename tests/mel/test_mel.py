@@ -16,7 +16,7 @@ from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leakmel.audio.conform import even_step, moments_of
+from leakmel.recordings.conform import even_step, moments_of
 from leakmel.core.errors import EngineError, SpecError, UsageError
 from leakmel.mel import engines, spec as spec_module
 from leakmel.mel.engines import (

@@ -13,9 +13,9 @@ import pytest
 import leakmel as lm
 from errors import raises
 from fake_device import FakeDevice
-from leakmel.audio.synth import write_wav
+from leakmel.recordings.demo import write_wav
 from leakmel.core.errors import EngineError
-from leakmel.dataset.run.pipeline import engine_probe
+from leakmel.dataset.pipeline import engine_probe
 from leakmel.mel.cpu_engine import CpuEngine
 from leakmel.mel.engines import open_engine
 from leakmel.mel.spec import MelSpec
@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory):
 # ---- identities and probes
 
 PROBE = """
-from leakmel.dataset.run.pipeline import engine_probe
+from leakmel.dataset.pipeline import engine_probe
 from leakmel.mel.engines import open_engine
 from leakmel.mel.spec import MelSpec
 import sys
@@ -170,7 +170,7 @@ def test_rows_of_processors_without_avx512_and_without_fma(run) -> None:
 BUILD = """
 import sys
 import leakmel as lm
-from leakmel.dataset.run import publish
+from leakmel.dataset import publish
 data, out, stop = sys.argv[1:]
 if stop == "stop":
     def interrupted(*args, **named): raise KeyboardInterrupt

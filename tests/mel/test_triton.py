@@ -27,7 +27,7 @@ from conftest import need
 from errors import raises
 from test_mel import FRINGE, GEOMETRIES, signals, to_int16
 
-from leakmel.audio.conform import moments_of
+from leakmel.recordings.conform import moments_of
 from leakmel.core.errors import EngineError
 from leakmel.mel.engines import check_recording
 from leakmel.mel.spec import PRESETS, MelSpec, compare, hann_periodic, reference_features

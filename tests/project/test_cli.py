@@ -26,7 +26,7 @@ from conftest import need
 import leakmel as lm
 from leakmel import cli
 from leakmel.cli import main
-from leakmel.dataset.run.pipeline import PipelineConfig
+from leakmel.dataset.pipeline import PipelineConfig
 from independent import check, leftovers, walk
 from prose import words_in
 
@@ -108,7 +108,7 @@ NOT_IN_A_BUILD = {
 BUILD = """
 import sys
 from leakmel.cli import main
-from leakmel.dataset.run import targets
+from leakmel.dataset import targets
 plain = targets.run_threads
 def run_threads(*a):
     print(*sys.modules)
@@ -131,7 +131,7 @@ def test_a_build_imports_little(demo, tmp_path):
         )
         assert done.returncode == 0, done.stderr
     before, *_, after = done.stdout.splitlines()
-    assert {"leakmel.mel.cpu_engine", "leakmel.audio.native"} <= set(before.split())
+    assert {"leakmel.mel.cpu_engine", "leakmel.recordings.native"} <= set(before.split())
     assert set(before.split()) & (NOT_IN_A_BUILD | {"numpy.ma"}) == set()
     assert set(after.split()) & NOT_IN_A_BUILD == set()
 
@@ -530,7 +530,7 @@ def test_import_is_light():
     assert not modules_after("import leakmel") & set(HEAVY)
     assert not modules_after("import leakmel; dir(leakmel); leakmel.__version__") & set(HEAVY)
     later = {"torch", "torchaudio", "pandas", "plotly", "IPython", "soundfile", "soxr", "pynvml", "scipy"}
-    assert not modules_after("import leakmel.dataset.run.pipeline, leakmel.cli") & later
+    assert not modules_after("import leakmel.dataset.pipeline, leakmel.cli") & later
     assert not modules_after("import leakmel; leakmel.MelSpec; leakmel.read_wav; leakmel.scan") & {
         "torch",
         "pandas",

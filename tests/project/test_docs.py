@@ -24,7 +24,7 @@ pytestmark = pytest.mark.site
 
 ROOT = Path(__file__).resolve().parents[2]
 VIEWPORT = {"width": 1200, "height": 1000}
-LIBRARY = ["core/errors", "audio/conform", "mel/spec"]
+LIBRARY = ["core/errors", "recordings/conform", "mel/spec"]
 GUIDES = [str(p.relative_to(ROOT / "nbs").with_suffix("")) for p in prepare.guide_notebooks()]
 # A guide, a library notebook and a run notebook whose figures are looked at; nbdev_test executes all guides and library notebooks,
 # test_project.py the front page, test_browser.py looks at the figures of the build, tests of their own at the other run notebooks, and the site of all of
@@ -464,8 +464,8 @@ def test_progress_lines_are_removed():
 
 
 def test_api_page_shows_units_and_types():
-    page = module_page("leakmel.audio.conform")
-    assert page.startswith("# audio.conform\n")
+    page = module_page("leakmel.recordings.conform")
+    assert page.startswith("# recordings.conform\n")
     assert ":::{py:function} piece_count(n_samples, window, hop, what)\n" in page
     assert "\n| `window` | `int` | samples in a piece |\n" in page
     assert "\n| returns | `int` | pieces that fit without padding |\n" in page

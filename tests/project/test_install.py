@@ -23,7 +23,7 @@ N_FILES = 60
 SESSION = f"""
 import json, sys
 import leakmel as lm
-from leakmel.audio.{"{demo}"} import write_demo
+from leakmel.recordings.{"{demo}"} import write_demo
 
 write_demo("demo", n_files={N_FILES})
 results = lm.build_all("demo", out_dir="mels", progress="none")

@@ -24,9 +24,9 @@ import run_build
 from notebook_runs import PLOTLY, ROOT, Run, RunHere, copy_project, error_of, papermill, run_here, titles_of
 
 import leakmel as lm
-from leakmel.audio.synth import wav_bytes
-from leakmel.audio.synth import write_demo
-from leakmel.ops import bench
+from leakmel.recordings.demo import wav_bytes
+from leakmel.recordings.demo import write_demo
+from leakmel.extras.machine import bench
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from lab import clean_env
 from tiny_training import tiny_words
 
-from leakmel.audio.synth import write_demo
+from leakmel.recordings.demo import write_demo
 from leakmel.core.threads import safe_module_path, start_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,7 +143,7 @@ def test_commands_in_a_folder_of_a_stranger(stranger: Path, tried: Callable) -> 
 SCRIPT = """
 import sys
 import leakmel as lm
-from leakmel.ops.bench import commit, run_leakmel
+from leakmel.extras.machine.bench import commit, run_leakmel
 if __name__ == "__main__":
     print(run_leakmel("scan", ".").body["found"], commit())
     settings = lm.TrainSettings(detector="cnn", epochs=1, batch_size=64, channels=(2, 4))

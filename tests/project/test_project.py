@@ -24,24 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, NOTEBOOKS = ROOT / "leakmel", ROOT / "nbs"
 
 # Arrows go to the left only; what stands in no room (leakmel/__init__.py, __main__.py) is the outer shell and may use all.
-ROOMS = ["core", "audio", "sets", "mel", "dataset", "insight", "operations", "locate", "learn", "ops", "cli"]
-# Inside a room the same holds for its sub-folders; a module that lies in none of them may use all.
-FOLDERS = {
-    "dataset": ["file", "source", "check", "run", "export"],
-    "learn": [
-        "data",
-        "metrics",
-        "model",
-        "train",
-        "evaluate",
-        "predict",
-        "embed",
-        "retrain",
-        "search",
-        "review",
-        "nightly",
-    ],
-}
+ROOMS = ["core", "recordings", "mel", "dataset", "pages", "detector", "extras", "operations", "cli"]
+# Inside a room the same holds for its sub-folders; a module that lies in none of them may use all. Extras do not use each other.
+FOLDERS = {"detector": ["data", "metrics", "model", "train", "evaluate", "predict"]}
+APART = {("review", "similar")}  # the extras that may: the first one uses the second
 MODULES = sorted(
     p for p in PACKAGE.rglob("*.py") if p.name not in ("__init__.py", "__main__.py", "_modidx.py")
 )
@@ -266,9 +252,30 @@ def test_imports_inside_a_room_follow_the_order_of_sub_folders():
     assert not against, "\n".join(against)
 
 
+def test_extras_do_not_use_each_other():
+    def extra(name: str) -> str:
+        return name.split(".")[2] if name.startswith("leakmel.extras.") else ""
+
+    pairs = {(extra(module_name(p)), extra(x)) for p in MODULES for x in imports_of(p)}
+    assert {pair for pair in pairs if all(pair) and pair[0] != pair[1]} == APART
+
+
+def test_operations_use_only_their_ring_and_those_inside_it():
+    "What one ring needs is there without the others: `operations.data` knows no detector, and so on."
+    order = ["operations.data", "detector", "operations.detector", "extras", "operations.extras"]
+    for k, ring in enumerate(order):
+        inside = [p for p in MODULES if module_name(p).startswith(f"leakmel.{ring}")]
+        assert inside
+        for path in inside:
+            outside = {x for x in imports_of(path) for o in order[k + 1 :] if x.startswith(f"leakmel.{o}")}
+            assert not outside, f"{module_name(path)} imports {sorted(outside)}"
+
+
 def test_every_sub_folder_is_ordered():
     found = {(p.parents[1].name, p.parent.name) for p in MODULES if p.parents[2] == PACKAGE}
-    assert found == {(room, folder) for room, order in FOLDERS.items() for folder in order}
+    of_extras = {pair for pair in found if pair[0] == "extras"}
+    assert of_extras < found
+    assert found - of_extras == {(room, folder) for room, order in FOLDERS.items() for folder in order}
 
 
 def test_no_circular_imports():
@@ -346,10 +353,10 @@ def test_every_module_lies_in_one_ring():
     assert all(found.values())
     assert {p.name for p in found["command line"]} == {"cli.py"}
     for path, ring in (
-        ("learn/embed/suggest.py", "ring 3"),
-        ("learn/train/fit.py", "ring 2"),
-        ("dataset/export/x.py", "ring 3"),
-        ("dataset/run/x.py", "rings 0 and 1"),
+        ("extras/review/suggest.py", "ring 3"),
+        ("detector/train/fit.py", "ring 2"),
+        ("operations/extras.py", "ring 3"),
+        ("dataset/x.py", "rings 0 and 1"),
         ("__init__.py", "command line"),
         ("mel/__init__.py", "rings 0 and 1"),
     ):
@@ -358,12 +365,12 @@ def test_every_module_lies_in_one_ring():
 
 
 def test_structure_measure_counts_examples(tmp_path):
-    (tmp_path / "leakmel" / "ops").mkdir(parents=True)
+    (tmp_path / "leakmel" / "extras").mkdir(parents=True)
     (tmp_path / "nbs").mkdir()
     cells = [{"source": ["#| default_exp x"]}, {"source": ["1"], "outputs": ["1"]}]
     (tmp_path / "nbs" / "x.ipynb").write_text(json.dumps({"cells": cells}))
     (tmp_path / "leakmel" / "__init__.py").write_text("_PUBLIC = {'f': 'bad'}\n__all__ = ['v', *_PUBLIC]\n")
-    (tmp_path / "leakmel" / "ops" / "x.py").write_text(
+    (tmp_path / "leakmel" / "extras" / "x.py").write_text(
         "__all__ = ['f', '_g']\nfrom ..bad import f, _g\nfrom numpy import _none\n"
         "from leakmel.bad import _g as h\na, b, c = 1, 2, 3\n"
     )

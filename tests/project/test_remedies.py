@@ -17,11 +17,11 @@ from each import each
 
 import leakmel as lm
 from leakmel import cli
-from leakmel.audio.labels import read_labels
-from leakmel.audio.listing import existing_folder, list_error
-from leakmel.audio.problems import Problem, ProblemReport
-from leakmel.audio.tables import read_table_bytes
-from leakmel.audio.wav import MACHINE_FAULTS, read_error, read_wav
+from leakmel.recordings.labels import read_labels
+from leakmel.recordings.listing import existing_folder, list_error
+from leakmel.recordings.problems import Problem, ProblemReport
+from leakmel.recordings.tables import read_table_bytes
+from leakmel.recordings.wav import MACHINE_FAULTS, read_error, read_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError, UsageError, explain, similar_path, write_error
 from leakmel.core.parameters import ParameterCheck
@@ -386,8 +386,8 @@ def test_next_steps_of_a_training_run(case: str, tmp_path: Path, make_wav: Any, 
 def test_a_number_of_false_alarms_is_advised_where_scores_are_kept(
     small_sets: Path, tmp_path: Path, say: Say
 ) -> None:
-    from leakmel.learn.model.card import EvaluationRecord, steps_of
-    from leakmel.learn.model.detector import load_detector
+    from leakmel.detector.model.card import EvaluationRecord, steps_of
+    from leakmel.detector.model.detector import load_detector
     from dataclasses import replace
 
     assert say("train", small_sets, "--out", "m", "--detector", "spectral", "--quiet")[0] == 0
@@ -741,7 +741,7 @@ INJECTED = {
 
 
 def existing_spec(path: Path) -> object:
-    from leakmel.dataset.file.reader import _load
+    from leakmel.dataset.reader import _load
 
     return _load(path)
 

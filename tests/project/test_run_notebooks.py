@@ -17,10 +17,10 @@ from notebook_runs import ROOT, RunHere, copy_project, error_of, papermill, run_
 import leakmel as lm
 from leakmel.core.parameters import Kinds
 from leakmel.core.operation import Run, make, parameter_defaults, parameter_kinds
-from leakmel.learn.operations import Evaluate
-from leakmel.ops.operations import Nightly, Retrain, Search
-from leakmel.ops.operations import Correlate, Tune
-from leakmel.ops.operations import NOTEBOOKS, start_kinds
+from leakmel.operations.detector import Evaluate
+from leakmel.operations.extras import Nightly, Retrain, Search
+from leakmel.operations.extras import Correlate, Tune
+from leakmel.operations.extras import NOTEBOOKS, start_kinds
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of splits of a few sensors
 TINY = {"epochs": 1, "device": "cpu"}

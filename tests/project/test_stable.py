@@ -39,7 +39,7 @@ from llvmlite import binding
 
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.locate.cross_spectra import synthetic_pair
+from leakmel.extras.locate.cross_spectra import synthetic_pair
 from odd_wavs import READ, REFUSED, canonical
 from tiny_training import tiny_words
 
@@ -373,7 +373,7 @@ def run(command: str, folder: Path) -> tuple[int, str]:
         around.enter_context(contextlib.redirect_stderr(io.StringIO()))
         if command.startswith(FULL_DISK):
             no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            around.enter_context(mock.patch("leakmel.dataset.file.writer.fallocate", side_effect=no_space))
+            around.enter_context(mock.patch("leakmel.dataset.writer.fallocate", side_effect=no_space))
         try:
             status = main(words)
         except SystemExit as end:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from each import each
 
-from leakmel.audio.synth import write_wav
+from leakmel.recordings.demo import write_wav
 
 pytestmark = [pytest.mark.site, pytest.mark.slow]
 RATE = 8000

@@ -12,9 +12,9 @@ from lab import FIGURES, OVER, assert_drawn, assert_quiet, jupyter_lab, open_not
 from notebook_runs import run_here
 
 import leakmel as lm
-from leakmel.audio.synth import write_wav
+from leakmel.recordings.demo import write_wav
 from leakmel.cli import main
-from leakmel.ops.operations import NOTEBOOKS, make_working_folder
+from leakmel.operations.extras import NOTEBOOKS, make_working_folder
 
 pytestmark = pytest.mark.site
 

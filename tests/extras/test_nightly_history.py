@@ -1,0 +1,336 @@
+"History, nights and table of sensors of nightly runs: crashes, hostile state files, repeated and late recordings."
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from each import each
+
+from leakmel.core.errors import DataError, LeakmelError, SpaceError
+from leakmel.extras.nightly.history import HISTORY_FILE, HistoryEntry, History
+from leakmel.extras.nightly.nights import Budget, Evidence, read_visits, record_run, sensor_table
+
+
+def scored_nights(n_nights: int = 20, leak_from: int = 12, seed: int = 1) -> list[HistoryEntry]:
+    "Two sensors, one recording a night; a leak begins at P2."
+    rng = np.random.default_rng(seed)
+    entries: list[HistoryEntry] = []
+    for k in range(n_nights):
+        for sensor in ("P1", "P2"):
+            night = f"2026-11-{k + 1:02d}"
+            leak = 0.4 * (sensor == "P2" and k >= leak_from)
+            score = float(np.clip(rng.normal(0.3 + leak, 0.05), 0, 1))
+            name = f"{sensor}~{k}.wav"
+            digest = f"{len(entries):032x}"
+            entries.append(
+                HistoryEntry(
+                    digest, sensor, name, f"{night}T23:00:00", night, score, -40.0, -60.0, 0.0, "", ""
+                )
+            )
+    return entries
+
+
+def run(folder: Path, entries: list[HistoryEntry], visits: dict[str, str] | None = None) -> int:
+    with History(folder) as history:
+        history.begin()
+        new = record_run(history, entries, Budget(), visits)
+        history.commit()
+    return len(new)
+
+
+def content(folder: Path) -> list[str]:
+    db = sqlite3.connect(folder / HISTORY_FILE)
+    try:
+        return list(db.iterdump())
+    finally:
+        db.close()
+
+
+def test_the_same_recordings_again_change_nothing(tmp_path):
+    assert run(tmp_path, scored_nights()) == 40
+    before = (tmp_path / HISTORY_FILE).read_bytes()
+    assert run(tmp_path, scored_nights()) == 0
+    with History(tmp_path) as history:
+        first = sensor_table(history, Budget())
+        assert sensor_table(history, Budget()) == first
+    after = (tmp_path / HISTORY_FILE).read_bytes()
+    assert before[100:] == after[100:]  # the header counts transactions
+
+
+def test_late_recordings_give_the_same_nights(tmp_path):
+    entries = scored_nights()
+    run(tmp_path / "once", entries)
+    run(tmp_path / "parts", entries[20:])
+    run(tmp_path / "parts", entries[:20])
+    nights = [
+        [line for line in content(tmp_path / name) if 'INTO "nights"' in line] for name in ("once", "parts")
+    ]
+    assert nights[0] == nights[1]
+    assert len(nights[0]) == 40
+
+
+def test_a_visit_restarts_the_sensor(tmp_path):
+    run(tmp_path, scored_nights())
+    with History(tmp_path) as history:
+        assert [r.sensor for r in sensor_table(history, Budget()) if r.visit == "evidence"] == ["P2"]
+    run(tmp_path, [], {"P2": "2026-11-19"})
+    with History(tmp_path) as history:
+        rows = {r.sensor: r for r in sensor_table(history, Budget(), audits=0)}
+    assert (rows["P2"].visit, rows["P2"].nights, rows["P1"].nights) == ("", 1, 20)
+
+
+def test_visits_need_dates(tmp_path):
+    table = tmp_path / "visits.csv"
+    table.write_text("sensor,night\nP1,2026-11-02\nP1,2026-11-01\n")
+    assert read_visits(table) == {"P1": "2026-11-02"}
+    table.write_text("sensor,night\nP1,yesterday\n")
+    with pytest.raises(DataError) as e:
+        read_visits(table)
+    assert e.value.code == "invalid-visits"
+
+
+_KILLED = """
+import os, signal, sys
+sys.path[:0] = [sys.argv[2], os.path.dirname(sys.argv[2]) + "/helpers"]
+from test_nightly_history import scored_nights
+from leakmel.extras.nightly.history import History
+from leakmel.extras.nightly.nights import Budget, record_run
+with History(sys.argv[1]) as history:
+    history.db.execute("PRAGMA cache_size = 1")  # pages reach the file before the commit
+    history.begin()
+    record_run(history, scored_nights(28, seed=2), Budget())
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_leaves_the_history_as_it_was(tmp_path):
+    run(tmp_path, scored_nights(10))
+    before = content(tmp_path)
+    done = subprocess.run([sys.executable, "-c", _KILLED, tmp_path, Path(__file__).parent], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert run(tmp_path, []) == 0  # the lock of a dead run does not block
+    assert content(tmp_path) == before
+    assert run(tmp_path, scored_nights(28)) == 36
+
+
+def _sql(statement: str) -> Callable[[Path], object]:
+    def change(file: Path) -> None:
+        db = sqlite3.connect(file)
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute("PRAGMA ignore_check_constraints = ON")
+        db.execute(statement)
+        db.commit()
+        db.close()
+
+    return change
+
+
+def _flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[4096:4196] = b"\xff" * 100
+    file.write_bytes(data)
+
+
+def _link(file: Path) -> None:
+    file.rename(file.with_name("other"))
+    file.symlink_to("other")
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "garbage": lambda file: file.write_bytes(b"garbage"),
+    "truncated": lambda file: os.truncate(file, 6000),
+    "overwritten page": _flip,
+    "trigger": _sql("CREATE TRIGGER t AFTER INSERT ON files BEGIN DELETE FROM recordings; END"),
+    "view": _sql("CREATE VIEW v AS SELECT 1"),
+    "table changed": _sql("UPDATE sqlite_master SET sql = replace(sql, ' STRICT', '') WHERE name = 'meta'"),
+    "other application": _sql("PRAGMA application_id = 1"),
+    "infinite evidence": _sql("UPDATE nights SET r0 = 9e999"),
+    "score of 7": _sql("UPDATE nights SET score = 7"),
+    "no date": _sql("UPDATE recordings SET night = 'tonight'"),
+    "write-ahead log": _sql("PRAGMA journal_mode = WAL"),
+    "link": _link,
+    "journal is a link": lambda file: file.with_name(f"{file.name}-journal").symlink_to("/etc/passwd"),
+}
+
+
+@each("name", HOSTILE)
+def test_hostile_files_are_refused(tmp_path, name):
+    run(tmp_path, scored_nights(10))
+    HOSTILE[name](tmp_path / HISTORY_FILE)
+    with pytest.raises(LeakmelError) as e:
+        run(tmp_path, scored_nights(20))
+    assert e.value.code == "invalid-history"
+    assert str(tmp_path) in str(e.value)
+
+
+VALUES = {  # a change that no constraint of the schema and no check of SQLite notices
+    "sensor": "UPDATE nights SET sensor = 'P3' WHERE sensor = 'P1' AND night = '2026-11-04'",
+    "sensor of a recording": "UPDATE recordings SET sensor = 'P3' WHERE path = 'P1~3.wav'",
+    "night": "UPDATE nights SET night = '2026-11-14' WHERE sensor = 'P1' AND night = '2026-11-04'",
+    "night of a recording": "UPDATE recordings SET night = '2026-11-14' WHERE path = 'P1~3.wav'",
+    "time": "UPDATE recordings SET time = '2026-11-04T22:00:00' WHERE path = 'P1~3.wav'",
+    "score": "UPDATE recordings SET score = 0.5 WHERE path = 'P1~3.wav'",
+    "no score": "UPDATE nights SET score = NULL WHERE sensor = 'P1' AND night = '2026-11-04'",
+    "level": "UPDATE recordings SET rms_db = -41 WHERE path = 'P1~3.wav'",
+    "flags": "UPDATE nights SET flags = 'dry' WHERE sensor = 'P1' AND night = '2026-11-04'",
+    "bands": "UPDATE recordings SET bands = '1 2' WHERE path = 'P1~3.wav'",
+    "digest of a recording": "UPDATE recordings SET digest = 'f' || substr(digest, 2) WHERE path = 'P1~3.wav'",
+    "count": "UPDATE nights SET n = n + 1 WHERE night = '2026-11-04'",
+    "mean": "UPDATE nights SET mean = -mean WHERE night = '2026-11-04'",
+    "squares": "UPDATE nights SET m2 = m2 + 1e-9 WHERE night = '2026-11-04'",
+    "evidence": "UPDATE nights SET r0 = r0 + 1 WHERE night = '2026-11-04'",
+    "two values": "UPDATE nights SET r0 = r1, r1 = r0 WHERE night = '2026-11-09'",
+    "first above": "UPDATE nights SET first_above = night WHERE night = '2026-11-04'",
+    "a lost row": "DELETE FROM recordings WHERE path = 'P1~3.wav'",
+    "a lost night": "DELETE FROM nights WHERE sensor = 'P1' AND night = '2026-11-04'",
+    "a visit": "INSERT INTO visits VALUES ('P9', '2026-11-02')",
+    "a lost visit": "DELETE FROM visits",
+    "night of a visit": "UPDATE visits SET night = '2026-11-03'",
+    "a file": "UPDATE files SET mtime_ns = mtime_ns + 1",
+    "meta": "INSERT OR REPLACE INTO meta VALUES ('budget', '9.0')",
+    "digest": "UPDATE digests SET digest = substr(digest, 2) || substr(digest, 1, 1) WHERE name = 'nights'",
+    "table of a digest": "UPDATE digests SET name = 'nighus' WHERE name = 'nights'",
+    "a lost digest": "DELETE FROM digests WHERE name = 'visits'",
+    "no digests": "DROP TABLE digests",
+    "earlier version": "PRAGMA user_version = 0",
+    "later version": "PRAGMA user_version = 3",
+}
+
+
+def history_with_all_tables(folder: Path) -> None:
+    "Write rows of each table."
+    with History(folder) as history:
+        history.begin()
+        record_run(history, scored_nights(10), Budget(), {"P2": "2026-11-02"})
+        history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", [(b"P1~0.wav", 9, 1, "", "dry")])
+        history.commit()
+
+
+@each("what", VALUES)
+def test_each_damaged_history_is_refused(tmp_path, tried, what):
+    history_with_all_tables(tmp_path)
+    whole = (tmp_path / HISTORY_FILE).read_bytes()
+    _sql(VALUES[what])(tmp_path / HISTORY_FILE)
+    changed = (tmp_path / HISTORY_FILE).read_bytes()
+    assert changed[100:] != whole[100:] or "version" in what
+    for _ in range(2):  # a refusal does not bless it
+        with pytest.raises(LeakmelError) as e:
+            run(tmp_path, scored_nights(20))
+        assert e.value.code == "invalid-history"
+        assert (tmp_path / HISTORY_FILE).read_bytes() == changed
+    tried("S20")
+    (tmp_path / HISTORY_FILE).write_bytes(whole)
+    assert run(tmp_path, scored_nights(20)) == 20
+
+
+def test_digests_are_those_of_all_rows(tmp_path):
+    "Nights in turn, late recordings, visits, other budgets, and rows that are replaced, changed and deleted."
+    entries = scored_nights(12)
+    runs = [entries[k : k + 3] for k in range(0, 24, 3)]
+    runs = [*runs[:4], runs[5], runs[4], *runs[6:], entries]
+    for k, some in enumerate(runs):
+        visits = {"P1": f"2026-11-{k:02d}"} if k % 3 == 1 else {}
+        with History(tmp_path) as history:
+            history.begin()
+            record_run(history, some, Budget(0.5 if k == 6 else 0.2), visits)
+            history.write(
+                "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)",
+                [(b"a", k, -k, "", ""), (b"b", k, 0, "", "")],
+            )
+            history.write("UPDATE files SET size = ? WHERE path = ?", [(2 * k, b"b")])
+            history.write("DELETE FROM files WHERE path = ?", [(b"b",)] * (k % 2))
+            history.set_meta("reference", "-0.0 é\u2028\U0001fae0"[: k + 3])
+            history.write(
+                "INSERT OR IGNORE INTO recordings VALUES (?, 'S', '', '', '2020-01-01', 0.0, -0.0, 5, -0.0, '', ?)",
+                [(f"{k:f>32}", "é")],
+            )
+            history.commit()
+            assert dict(history.query("SELECT name, digest FROM digests")) == history._digests()
+    _sql(VALUES["evidence"])(tmp_path / HISTORY_FILE)
+    with pytest.raises(DataError):
+        run(tmp_path, [])
+
+
+def test_rows_are_written_in_a_transaction_only(tmp_path):
+    with History(tmp_path) as history, pytest.raises(DataError):
+        history.set_meta("budget", "9.0")
+    assert run(tmp_path, scored_nights(2)) == 4
+    with History(tmp_path) as history:
+        history.query("PRAGMA max_page_count = 1")  # as on a full disk: no less than the pages in use
+        history.begin()
+        with pytest.raises(SpaceError, match="no room left for the history"):
+            record_run(history, scored_nights(30), Budget(), None)
+
+
+_KILLED_AFTER_COMMIT = """
+import os, signal, sys
+sys.path[:0] = [sys.argv[2], os.path.dirname(sys.argv[2]) + "/helpers"]
+from test_nightly_history import scored_nights
+from leakmel.extras.nightly.history import History
+from leakmel.extras.nightly.nights import Budget, record_run
+with History(sys.argv[1]) as history:
+    history.begin()
+    record_run(history, scored_nights(12), Budget(), {"P1": "2026-11-03"})
+    history.commit()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("script", [_KILLED, _KILLED_AFTER_COMMIT], ids=["before", "behind"])
+def test_a_damage_after_a_killed_run_is_refused(tmp_path, script):
+    history_with_all_tables(tmp_path)
+    subprocess.run([sys.executable, "-c", script, tmp_path, Path(__file__).parent], timeout=60)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for path in tmp_path.glob(f"*{HISTORY_FILE}*"):
+        (killed / path.name).write_bytes(path.read_bytes())
+    with History(killed) as history:
+        n = len(history.query("SELECT * FROM nights"))
+    assert n == (20 if script == _KILLED else 24)
+    for what in VALUES:
+        for path in tmp_path.glob(f"*{HISTORY_FILE}*"):
+            (killed / path.name).write_bytes(path.read_bytes())
+        _sql(VALUES[what])(killed / HISTORY_FILE)  # plays the journal back
+        with pytest.raises(DataError) as e:
+            run(killed, [])
+        assert e.value.code == "invalid-history"
+
+
+def test_a_history_is_accepted_after_each_way_that_a_run_can_end(tmp_path):
+    "Also after an error before or behind the commit, and after a kill; then all digests are compared."
+    entries = scored_nights(10)
+    run(tmp_path, entries[:4])
+
+    def failing(some: list[HistoryEntry], *, commits: bool) -> None:
+        with History(tmp_path) as history:
+            history.begin()
+            record_run(history, some, Budget())
+            if commits:
+                history.commit()
+            raise ZeroDivisionError
+
+    for k, commits in ((4, False), (6, True)):
+        with pytest.raises(ZeroDivisionError):
+            failing(entries[k : k + 2], commits=commits)
+    subprocess.run([sys.executable, "-c", _KILLED, tmp_path, Path(__file__).parent], timeout=60)
+    assert run(tmp_path, entries) == 14  # 4 and 2 of 20 were committed
+
+
+def test_the_rate_of_false_visits_is_within_the_budget():
+    "1,000 normal sensors, 365 nights; a visit restarts the sensor."
+    budget = Budget(0.5)
+    rng = np.random.default_rng(0)
+    evidence, n_visits = Evidence(1000), 0
+    for _ in range(365):
+        evidence.add(rng.normal(-1, 0.5, 1000))
+        above = evidence.value >= budget.limit
+        n_visits += int(above.sum())
+        evidence.n[above] = evidence.mean[above] = evidence.m2[above] = 0
+        evidence.r[:, above] = 0
+    assert 0 < 100 * n_visits / 365_000 <= budget.per_100_nights
