@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module, metadata
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from leakmel.core.timeline import Timeline
+from leakmel.core.timeline import Timeline
 
 # %% ../../nbs/core/monitor.ipynb #0186309d
 SAMPLE_KEYS = {
@@ -249,7 +247,7 @@ class Monitor:
 
     def __init__(
         self,
-        timeline: "Timeline",  # where the samples go
+        timeline: Timeline,  # where the samples go
         interval_s: float = 0.1,  # seconds between samples, above 0
         device: str = "",  # that is watched: "cuda:1"; of other names, the first GPU
     ):
@@ -293,32 +291,6 @@ class Monitor:
     def _run(self) -> None:
         while not self._stop.wait(self.interval_s):
             self._sample()
-
-# %% ../../nbs/core/monitor.ipynb #c83894d6
-def peak(
-    samples: list[dict],  # as in Timeline.samples
-    key: str,  # one of SAMPLE_KEYS
-) -> float | None:  # None where nothing was measured
-    "Return the largest value."
-    return max((s[key] for s in samples if s.get(key) is not None), default=None)
-
-
-def mean(
-    samples: list[dict],  # as in Timeline.samples
-    key: str,  # one of SAMPLE_KEYS
-) -> float | None:  # None where nothing was measured
-    "Return the mean over time; of a single sample its value."
-    spans = [(b["time_s"] - a["time_s"], b[key]) for a, b in pairwise(samples) if b.get(key) is not None]
-    weight = sum(seconds for seconds, _ in spans)
-    return sum(seconds * value for seconds, value in spans) / weight if weight > 0 else peak(samples, key)
-
-# %% ../../nbs/core/monitor.ipynb #90755b43
-def size_text(n_bytes: float) -> str:
-    "Format a number of bytes in kB, MB or GB (powers of ten)."
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= factor:
-            return f"{n_bytes / factor:,.{2 if unit == 'GB' else 1 if n_bytes < 100 * factor else 0}f} {unit}"
-    return f"{n_bytes:,.0f} bytes"
 
 # %% ../../nbs/core/monitor.ipynb #a966f08e
 def machine_facts() -> dict[str, Any]:

@@ -31,7 +31,7 @@ from leakmel.core.store import LocalCopies, absolute_folder
 from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset.consistency import Sources
 from leakmel.dataset.verify import VerifyReport, check_data_set
-from leakmel.dataset import schema
+from leakmel.dataset import schema, loader
 from leakmel.dataset.writer import RowFile, allocated_bytes, part_bytes, part_offsets, read_at, write_at
 from leakmel.dataset.config import PipelineConfig, Workers
 from leakmel.dataset.existing import (
@@ -47,7 +47,6 @@ from leakmel.dataset.existing import (
 )
 from leakmel.dataset.inputs import SpecDecision, SpecLike, Target
 from leakmel.dataset.modes import MODES, CachedReader, Preloaded
-from leakmel.dataset import loader
 from leakmel.mel.engines import Engine
 from leakmel.mel.spec import MelSpec
 

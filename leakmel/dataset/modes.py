@@ -23,7 +23,8 @@ from leakmel.recordings.wav import CacheUse, OutOfMemory, digest_of, is_in_cache
 from leakmel.core.errors import DataError, MachineError, OutputError, UsageError, VerifyError, show_path
 from leakmel.core.files import open_private, read_at, require_space, sealed, unsealed, write_at, write_errors
 from leakmel.core.locks import OutputLock
-from leakmel.core.monitor import free_memory, size_text, usable_cores
+from leakmel.core.monitor import free_memory, usable_cores
+from leakmel.core.timeline import size_text
 from leakmel.core.progress import Progress, announce
 from leakmel.core.store import StorePath
 from leakmel.core.threads import ThreadGroup, run_threads

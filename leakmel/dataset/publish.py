@@ -27,7 +27,7 @@ from leakmel.recordings import problems
 from leakmel.recordings.tables import require_same_table
 from leakmel.core.errors import DataError, OutputError, VerifyError, show_path
 from leakmel.core.files import read_own_json, replacing, sync_folder, write_errors, write_sealed
-from leakmel.core.monitor import mean, peak
+from leakmel.core.timeline import mean, peak
 from leakmel.core.timeline import Timeline, write_timeline
 from leakmel.dataset.verify import VerifyReport, check_data_set, pick_rows
 from leakmel.dataset.schema import Rejected, open_file

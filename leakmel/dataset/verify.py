@@ -25,10 +25,9 @@ from leakmel.recordings.tables import NameTable, read_table
 from leakmel.core import errors
 from leakmel.core.monitor import usable_cores
 from leakmel.core.store import StorePath
-from leakmel.dataset import consistency
+from leakmel.dataset import consistency, schema
 from leakmel.dataset.consistency import Columns, Source, Sources, expected_bounds
 from leakmel.dataset.reader import read_rows
-from leakmel.dataset import schema
 from leakmel.mel.spec import MelSpec, compare_each
 
 # %% ../../nbs/dataset/verify.ipynb #fae71a10

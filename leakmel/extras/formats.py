@@ -26,8 +26,7 @@ from leakmel.core.files import digest_of_file, read_own_json
 from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
-from leakmel.dataset.cards import NOT_GIVEN, Card, card_digests, card_names, croissant, croissant_text
-from leakmel.dataset.cards import filled, given_before
+from leakmel.dataset import cards
 from leakmel.dataset.reader import MelDataset, damage_errors, open_dataset, read_rows
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE, data_set_name, file_columns, metadata_digest
 
@@ -346,7 +345,7 @@ def data_set_card(
 ) -> str:
     "Return the card, in Markdown, of data sets by their facts, one for each split; without a licence: not given."
     labels = list(dict.fromkeys(label for f in facts for label in f["labels"]))
-    return filled(_CARD, facts=facts, labels=labels, name=name, license=license or NOT_GIVEN)
+    return cards.filled(_CARD, facts=facts, labels=labels, name=name, license=license or cards.NOT_GIVEN)
 
 # %% ../../nbs/extras/formats.ipynb #f01d0005
 _KINDS = {  # functions of pyarrow.types -> types of schema.org; the first one that holds counts
@@ -647,7 +646,7 @@ def _write_about(
     kind = "tar" if to == "webdataset" else "parquet"
     files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob(f"*.{kind}"))}
     read_schema = require_package("pyarrow.parquet").read_schema if kind == "parquet" else None
-    found = croissant(
+    found = cards.croissant(
         name,
         f"Log-mel spectrograms of recordings of pipes, with labels, as {to}.",
         {file: digest_of_file(path, "sha256") for file, path in files.items()},
@@ -656,7 +655,7 @@ def _write_about(
         license=license,
         record_sets=[record_set(file, read_schema(path)) for file, path in files.items() if read_schema],
     )
-    (folder / "croissant.json").write_text(croissant_text(found), encoding="utf-8")
+    (folder / "croissant.json").write_text(cards.croissant_text(found), encoding="utf-8")
 
 # %% ../../nbs/extras/formats.ipynb #f057000b
 def export_dataset(
@@ -709,14 +708,14 @@ def export_dataset(
         )
 
 # %% ../../nbs/extras/formats.ipynb #48e21f1c
-def _data_set_card(path: Path, license: str | None, progress: str) -> Card:
+def _data_set_card(path: Path, license: str | None, progress: str) -> cards.Card:
     "Make the card of a data set, or of the data sets of a folder."
     with ExitStack() as opened:
         sources = open_sources(path, opened)
-        digests = card_digests([s.data.path for s in sources], progress)
+        digests = cards.card_digests([s.data.path for s in sources], progress)
         facts = [data_set_facts(s) | {"sha256": digests[show_path(s.data.path.name)]} for s in sources]
     counts = ", ".join(f"{f['split']} {f['rows']:,}" for f in facts)
-    metadata = croissant(
+    metadata = cards.croissant(
         path.name,
         f"Log-mel spectrograms of recordings of pipes, with labels, for the detection of leaks. Rows: {counts}.",
         digests,
@@ -725,7 +724,7 @@ def _data_set_card(path: Path, license: str | None, progress: str) -> Card:
         date=str(facts[0].get("built", ""))[:10],
         license=license,
     )
-    return Card(data_set_card(facts, show_path(path.name), license), metadata)
+    return cards.Card(data_set_card(facts, show_path(path.name), license), metadata)
 
 
 def _is_data_set(path: Path) -> bool:
@@ -752,7 +751,7 @@ def card(
     # that is replaced, else not given
     license: str | None = None,
     progress: str = "auto",  # as for `core.progress.Progress`
-) -> Card:  # raises DataError, VerifyError, OutputError
+) -> cards.Card:  # raises DataError, VerifyError, OutputError
     "Make the card of a data set or detector, and its metadata in Croissant."
     given = Path(os.path.abspath(path))
     is_model = not _is_data_set(given)
@@ -764,10 +763,10 @@ def card(
     make = card_of_model if is_model else _data_set_card
     if out is None:
         return make(given, license, progress)
-    paths = [output_path(out) / name for name in card_names(given, is_model)]
-    kept, metadata = given_before(*paths)
+    paths = [output_path(out) / name for name in cards.card_names(given, is_model)]
+    kept, metadata = cards.given_before(*paths)
     made = make(given, license or kept, progress)
     more = {name: value for name, value in metadata.items() if name not in made.metadata}
-    made = Card(made.markdown, {**made.metadata, **more}, *paths)
+    made = cards.Card(made.markdown, {**made.metadata, **more}, *paths)
     made.write(*paths)
     return made

@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/operations/detector.ipynb #10b95818
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -13,17 +14,19 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import leakmel as lm
-from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
 from leakmel.core.operation import (
     Operation,
     Outcome,
     RowTable,
     Run,
     Texts,
+    newest_run,
     operation,
     option,
     refuse_unused,
     run_folder,
+    runs_folder,
     user_path,
     write_summary,
 )
@@ -33,7 +36,6 @@ from leakmel.detector.model.settings import CheckpointSettings, Metric, TrainSet
 if TYPE_CHECKING:
     from leakmel.detector.evaluate.evaluation import Evaluation
     from leakmel.detector.evaluate.resampling import CrossValidation, Generalisation, LearningCurve
-    from leakmel.detector.plans import DataSets
     from leakmel.detector.train.loop import TrainResult
 
 
@@ -65,7 +67,6 @@ def plan_scoring(operation: "Predict | Any", run: Run) -> tuple[Path, Any, Detec
     "Find detector and recordings; return the file of the model, the detector, and rows and arguments for a plan."
     from leakmel.dataset.pipeline import find_data
     from leakmel.detector.model.detector import load_detector
-    from leakmel.detector.plans import find_model
 
     model, model_note = find_model(operation.model)
     # errors are raised now, not after a demo set is built; `lm.nightly` reads the file itself, and a command shows no plan
@@ -81,6 +82,111 @@ def plan_scoring(operation: "Predict | Any", run: Run) -> tuple[Path, Any, Detec
     inputs = {"data": f"{show_path(folder)}: {note}", "model": f"{show_path(model)}: {model_note}"}
     inputs |= {"task": repr(detector.task)} if detector else {}
     return model, detector, DetectorPlan(inputs, folder, {"folder": folder, "manifest": manifest})
+
+# %% ../../nbs/operations/detector.ipynb #d69278ee
+PARTS = ("training", "validation", "testing")
+
+
+def find_data_sets(
+    # folder, or file of the training recordings; None: the newest below runs/, else the demo set
+    data: str | os.PathLike | None,
+    validation: str | os.PathLike | None = None,
+    testing: str | os.PathLike | None = None,
+    *,
+    progress: str = "auto",  # as for `core.progress.Progress`, for building a demo set
+) -> tuple[dict[str, Path], str]:  # those that exist, by part, and their origin; raises DataError
+    "Find the data sets: as given, the newest below runs/, or those of the demo set."
+    from leakmel.dataset.pipeline import find_data
+    from leakmel.dataset.schema import data_set_name
+
+    if data is not None:
+        folder, note = user_path(data), "given as data"
+    elif newest := newest_run(data_set_name("TRAINING")):
+        folder = newest[0].parent
+        note = f"the newest of {newest[1]:,} below {show_path(runs_folder())}; set data to use others"
+    else:
+        root, origin = find_data(None, progress=progress)
+        folder = runs_folder() / f"{root.name}-sets"
+        note = f"built from {show_path(root)}: {origin}"
+        lm.build_all(root, out_dir=folder, progress=progress)
+    files = {"training": find_data_set(folder, "training")} | _in_folder(folder)
+    for part, path in (("validation", validation), ("testing", testing)):
+        if path is not None:
+            files[part] = find_data_set(path, part)
+    return files, note
+
+
+def _in_folder(folder: Path) -> dict[str, Path]:
+    "Data sets of a folder by part."
+    from leakmel.dataset.schema import data_set_name
+
+    paths = {part: folder / data_set_name(part.upper()) for part in PARTS}
+    return {part: path for part, path in paths.items() if path.is_file()}
+
+
+def find_data_set(path: str | os.PathLike, part: str) -> Path:  # part: of PARTS; raises DataError
+    "Find the data set of a part, by its file or in a folder with one for each part."
+    from leakmel.dataset.schema import data_set_name
+
+    given = user_path(path)
+    found = given / data_set_name(part.upper()) if given.is_dir() else given
+    if part == "training" and not found.is_file() and given.is_dir():
+        whole = given / data_set_name("")  # of one folder of label folders
+        found = whole if whole.is_file() else found
+    if not found.is_file():
+        raise DataError(
+            f"the folder has no {part} data set" if given.is_dir() else "the data set does not exist",
+            code="data-set-missing",
+            path=given,
+            expected=found.name,
+            remedy=missing_remedy(
+                given, "build it (leakmel build ROOT --split all --out DIR), or name the file"
+            ),
+        )
+    return found
+
+
+def find_test_sets(
+    data: Sequence[str | os.PathLike],  # data sets to evaluate on, or folders of data sets
+    training: Sequence[str | os.PathLike] = (),
+    validation: Sequence[str | os.PathLike] = (),
+) -> dict[str, list[Path]]:  # of PARTS; those that are not given are searched in the folders
+    "Find the test sets of an evaluation, and the training and validation sets; raises DataError."
+    folders = [_in_folder(user_path(p)) for p in data]
+    given = {"training": training, "validation": validation, "testing": data}
+    found = {part: [find_data_set(p, part) for p in paths] for part, paths in given.items()}
+    for part in ("training", "validation"):
+        found[part] = found[part] or [files[part] for files in folders if part in files]
+    return {part: files for part, files in found.items() if files}
+
+# %% ../../nbs/operations/detector.ipynb #80f9e743
+def find_model(model: str | None) -> tuple[Path, str]:  # file, and its origin as text; raises DataError
+    "Find the model's file: as given, by LEAKMEL_MODEL, or the newest below runs/."
+    from leakmel.detector.model.files import model_file
+
+    if model:
+        return model_file(user_path(model)), "given as model"
+    if named := os.environ.get("LEAKMEL_MODEL"):
+        return model_file(user_path(named)), "from the environment variable LEAKMEL_MODEL"
+    newest = newest_run("model.pt")
+    if newest is None:
+        raise DataError(
+            "no model was given, and the folder of runs contains none",
+            code="no-model",
+            path=runs_folder(),
+            remedy="train one first (train.ipynb, leakmel train), or set model",
+        )
+    where = show_path(runs_folder())
+    return newest[0], f"the newest of {newest[1]:,} below {where}; set LEAKMEL_MODEL or model for another one"
+
+# %% ../../nbs/operations/detector.ipynb #2b7985ae
+def run_summary(result: "TrainResult", evaluation: "Evaluation | None") -> dict[str, Any]:
+    "Return training and evaluation as plain values."
+    from leakmel.detector.model.card import evaluation_result
+
+    known = result.detector.evaluations
+    advice = {"evaluation_result": evaluation_result(known), "next_steps": result.next_steps}
+    return result.summary | advice | {"evaluation": None if evaluation is None else evaluation.summary}
 
 # %% ../../nbs/operations/detector.ipynb #4ab623ce
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +222,8 @@ class WithTraining(Operation):
         left = tuple(word for word in self.leave_out if word)
         return {"leak_label": self.leak_label, "kind": self.kind, "leave_out": left}
 
-    def find(self, run: Run) -> "DataSets":
-        "Find the data sets."
-        from leakmel.detector.plans import find_data_sets
-
+    def find(self, run: Run) -> tuple[dict[str, Path], str]:
+        "Find the data sets, by part, and their origin."
         named = None if self.validation == "none" else self.validation
         given = vars(self)
         return find_data_sets(given["data"], named, given.get("testing"), progress=run.progress)
@@ -134,11 +238,10 @@ class WithTraining(Operation):
         from leakmel.detector.model.files import list_checkpoints, pick_device
 
         device = pick_device(self.device)
-        sets = self.find(run)
-        files = dict(sets.files)
+        files, note = self.find(run)
         if self.validation == "none" and self.group is None:
             files.pop("validation", None)
-        rows = {"data": sets.note} | {part: show_path(path) for part, path in files.items()}
+        rows = {"data": note} | {part: show_path(path) for part, path in files.items()}
         labels = vars(self).get("labels")  # a search has none
         read = [part for part in files if part in parts]
         # by label names: recordings for testing may have been built alone
@@ -231,7 +334,6 @@ class Train(WithTraining):
     def evaluate(self, plan: DetectorPlan, result: "TrainResult", run: Run) -> "Evaluation | None":
         "Evaluate the detector on the test set, where there is one, and add the figures to summary.json."
         from leakmel.detector.evaluate.evaluation import record_evaluation
-        from leakmel.detector.plans import run_summary
 
         files, split = plan.files, plan.given.get("split")
         if not self.evaluation or "testing" not in (files if split is None else split.parts):
@@ -253,8 +355,6 @@ class Train(WithTraining):
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Train and evaluate."
-        from leakmel.detector.plans import run_summary
-
         result = self.train(plan, run)
         evaluation = self.evaluate(plan, result, run)
         lines = self._answer(result, evaluation)
@@ -348,7 +448,7 @@ class Train(WithTraining):
         if not (self.cross_validate or self.learning_curve):
             return super().__call__(run)
         out = run_folder(self.out, "train")
-        found = self.resample(list(self.find(run).files.values()), out, run)
+        found = self.resample(list(self.find(run)[0].values()), out, run)
         assert found is not None
         pages = {}
         if self.report:
@@ -415,7 +515,6 @@ class Evaluate(Operation):
         "Find detector and data sets, and choose the folder."
         from leakmel.detector.model.detector import load_detector
         from leakmel.detector.model.files import pick_device
-        from leakmel.detector.plans import PARTS, find_data_sets, find_model, find_test_sets
 
         if self.figures and not self._writes(run):
             raise UsageError(
@@ -427,7 +526,7 @@ class Evaluate(Operation):
         model, note = find_model(self.model)
         # errors are raised now, not after a demo set is built; a command shows no plan
         task = {"task": repr(load_detector(model).task)} if run.keeps else {}
-        data = self.data or (find_data_sets(None, progress=run.progress).files["training"].parent,)
+        data = self.data or (find_data_sets(None, progress=run.progress)[0]["training"].parent,)
         parts = find_test_sets(data, self.training, self.validation)
         inputs = {"model": f"{show_path(model)}: {note}"} | task
         inputs |= {part: ", ".join(map(show_path, parts[part])) for part in PARTS if part in parts}

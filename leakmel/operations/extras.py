@@ -21,7 +21,8 @@ from leakmel.core.parameters import Kinds
 from leakmel.core.progress import Progress, print_error, wrap_text
 from leakmel.core.threads import start_process
 from leakmel.detector.model.settings import CheckpointSettings, RoundRules, TrainSettings
-from leakmel.operations.detector import DetectorPlan, WithTraining, plan_scoring, values_of
+from leakmel.operations.detector import DetectorPlan, WithTraining, find_data_set, find_model
+from leakmel.operations.detector import plan_scoring, values_of
 from leakmel.operations.data import WithFeatures
 
 
@@ -627,7 +628,6 @@ class Retrain(Operation):
     def plan(self, run: Run) -> DetectorPlan:
         "Find champion and data sets."
         from leakmel.detector.model.files import CHAMPION_FILE, pick_device
-        from leakmel.detector.plans import find_data_set, find_model
 
         for name, what in (("data", "the new recordings"), ("replay", "the champion's training recordings")):
             if not getattr(self, name):
@@ -857,7 +857,7 @@ class Cache(Operation):
     unused_days: float = option(0, metavar="N")
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.core.monitor import size_text
+        from leakmel.core.timeline import size_text
         from leakmel.dataset.modes import cache_folder, clear_cache, list_cache
 
         folder, is_list = cache_folder(self.cache_dir), self.what == "list"

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from leakmel.recordings.problems import label_auc
 from leakmel.core.errors import DataError, show_path
-from leakmel.core.monitor import mean, peak
+from leakmel.core.timeline import mean, peak
 from leakmel.core.timeline import (
     STAGES,
     Timeline,

@@ -408,7 +408,7 @@ def relabel_manifest(
     if any(d.digest for last in current.last.values() for d in last):
         content = manifest.content
         if content is None:
-            content = problems.read_content(manifest.listings, progress=progress)[0]
+            content = folders.read_content(manifest.listings, progress=progress)[0]
         digests = (d if isinstance(d, str) else "" for d in content["digest"])
     paths = [[os.fsdecode(p) for p in x.paths] for x in manifest.listings]
     check_paths(

@@ -232,7 +232,7 @@ class Manifest:
             twins = checks.twin_problems(self.table[column].dropna().unique(), what)
             found += [p for p in twins if is_group or p.kind == "look_alikes"]
         if self.content is not None:
-            columns = checks.content_columns(self.listings, self.label_names, self.table)
+            columns = files.content_columns(self.listings, self.label_names, self.table)
             found += checks.content_problems(columns)
         return pd.DataFrame([(p.kind, p.path, p.message) for p in found], columns=["kind", "path", "message"])
 
@@ -614,7 +614,7 @@ def scan(
     manifest = replace(manifest, seconds=time.perf_counter() - began)
     if not content:
         return manifest
-    found, unread = checks.read_content(manifest.listings, progress=progress)
+    found, unread = files.read_content(manifest.listings, progress=progress)
     return replace(manifest, notes=(*manifest.notes, *unread), content=found)
 
 # %% ../../nbs/recordings/manifest.ipynb #92a3020d

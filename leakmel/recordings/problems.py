@@ -6,25 +6,17 @@
 __all__ = []
 
 # %% ../../nbs/recordings/problems.ipynb #9bab8771
-import collections, concurrent.futures, functools, html, math, operator, os
+import collections, functools, html, math, operator, os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from leakmel.recordings import conform
-from leakmel.recordings.wav import OutOfMemory, ReadFailureGuard, read_wav
-from leakmel.core.comparison import text_column, text_key
-from leakmel.core.errors import RecordingError, show_path
-from leakmel.core.monitor import usable_cores
-from leakmel.core.progress import Progress
-from leakmel.core.store import LocalCopies
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from leakmel.recordings.listing import Listing
+from leakmel.recordings.wav import OutOfMemory, read_wav
+from leakmel.core.comparison import text_key
+from leakmel.core.errors import show_path
 
 # %% ../../nbs/recordings/problems.ipynb #3cc9b84f
 @dataclass(frozen=True, slots=True)
@@ -504,95 +496,3 @@ def read_facts(path: str | bytes | os.PathLike) -> tuple[Any, ...]:
     except MemoryError as e:
         raise OutOfMemory(path) from e
     return recording.sample_rate, *x.shape, recording.encoding, status, recording.digest, *figures
-
-# %% ../../nbs/recordings/problems.ipynb #8a8b41ae
-FILES_PER_TASK = 16  # small, so that progress is smooth and Ctrl-C does not wait long
-
-
-def read_content(
-    listings: Sequence["Listing"],
-    *,
-    progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
-) -> "tuple[pd.DataFrame, list[Problem]]":
-    """Read the facts of all recordings, and a problem for each that cannot become a row; raises MachineError.
-
-    The table has a row per recording in the order of the listings, with CONTENT_COLUMNS.
-    """
-    import pandas as pd
-
-    files = [(x, k) for x in listings for k in range(len(x))]
-    facts = np.zeros(len(files), FACTS)
-    code = np.full(len(files), "", object)
-    message = code.copy()
-    guard = ReadFailureGuard()
-
-    def read_block(x: "Listing", copies: LocalCopies, start: int, first: int) -> int:
-        numbers = range(first, min(first + FILES_PER_TASK, len(x)))
-        with copies.of([x.paths[k] for k in numbers if x.sizes[k] >= 0]) as local:
-            for k in numbers:
-                try:
-                    if x.sizes[k] < 0:
-                        raise RecordingError("unreadable", "no such file in the data folder")
-                    facts[start + k] = read_facts(local[x.paths[k]])
-                    guard.given()
-                except RecordingError as e:
-                    guard.refused(e, x.full_path(k))
-                    code[start + k] = e.reject_code
-                    message[start + k] = e.message
-        return len(numbers)
-
-    with Progress(len(files), label="reading", show=progress) as bar:
-        for x, end in zip(listings, np.cumsum([len(x) for x in listings]).tolist()):
-            with (
-                LocalCopies(x.folder) as copies,
-                concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool,
-            ):
-                # an error cancels the blocks that have not begun
-                for n in pool.map(
-                    functools.partial(read_block, x, copies, end - len(x)), range(0, len(x), FILES_PER_TASK)
-                ):
-                    bar.add(n)
-    table = pd.DataFrame(
-        {
-            "split": [x.split for x, _ in files],
-            "path": text_column(os.fsdecode(x.paths[k]) for x, k in files),
-            "code": code,
-            "message": message,
-        }
-    )
-    kinds: dict[str, Any] = {"i": "Int64", "b": "boolean", "f": "float32"}
-    for name in FACTS.names or ():  # numbers of files that could not be read are missing, texts are empty
-        column = pd.Series(facts[name])
-        if (kind := FACTS[name].kind) == "S":
-            table[name] = column.str.decode("ascii").astype(object)
-        else:
-            table[name] = column.astype(kinds[kind]).mask(code != "")
-    numbers = np.flatnonzero(code != "").tolist()
-    return table, [Problem(code[i], files[i][0].show(files[i][1]), message[i]) for i in numbers]
-
-# %% ../../nbs/recordings/problems.ipynb #33a28c36
-def content_columns(
-    listings: Sequence["Listing"],
-    label_names: Sequence[str],  # in id order
-    table: "pd.DataFrame",  # one row per recording in the order of the listings: CONTENT_COLUMNS and sensor
-) -> Columns:
-    "Select the recordings that can become rows, as columns for the checks."
-    label_id = np.concatenate([x.label_ids for x in listings])
-    good = np.flatnonzero((table["code"] == "").to_numpy() & (label_id >= 0))
-    split_id = np.repeat(np.arange(len(listings)), [len(x) for x in listings])[good]
-    paths = [p for x in listings for p in x.paths]
-    facts: dict[str, np.ndarray] = {}
-    for name in ("sensor", *(FACTS.names or ())):
-        values = table[name].iloc[good]
-        is_text = name == "sensor" or FACTS[name].kind == "S"
-        facts[name] = (
-            np.array([os.fsencode(v) for v in values], "S") if is_text else values.to_numpy(FACTS[name])
-        )
-    return Columns(
-        tuple(x.place for x in listings),
-        tuple(label_names),
-        split_id,
-        label_id[good].astype(np.int64),
-        [paths[i] for i in good],
-        **facts,
-    )

@@ -26,7 +26,8 @@ import torch
 
 import leakmel as lm
 from leakmel.core.errors import LeakmelError, UsageError, show_path
-from leakmel.core.monitor import Monitor, _gpu_handle, mean
+from leakmel.core.monitor import Monitor, _gpu_handle
+from leakmel.core.timeline import mean
 from leakmel.core.timeline import Timeline
 from leakmel.core.timeline import aligned
 from leakmel.detector.data.segments import Segments

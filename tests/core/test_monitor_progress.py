@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from each import each
 
-from leakmel.core.monitor import SAMPLE_KEYS, Monitor, Sampler, machine_facts, mean, peak
+from leakmel.core.monitor import SAMPLE_KEYS, Monitor, Sampler, machine_facts
+from leakmel.core.timeline import mean, peak
 from leakmel.core import monitor as monitor_module
 from leakmel.core.progress import DelayedProgress, Progress, _Terminal, front_end
 from leakmel.core.timeline import Timeline, read_timeline, write_timeline

@@ -21,7 +21,7 @@ from independent import check, leftovers, walk
 import leakmel as lm
 from errors import raises
 from leakmel.recordings import listing
-from leakmel.recordings.problems import read_content
+from leakmel.recordings.listing import read_content
 from leakmel.recordings.wav import MACHINE_FAULTS, MAX_READ_FAILURES
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
@@ -408,7 +408,7 @@ def test_consecutive_read_failures_stop_build_and_scan(
     "Every file from one on: the build and a scan of the contents stop. One file in two: all of these are rejected."
     monkeypatch.setattr(loader, "native", lambda: None)  # read by Python, where faults can be planted
     monkeypatch.setattr(
-        "leakmel.recordings.problems.usable_cores", lambda: 1
+        "leakmel.recordings.listing.usable_cores", lambda: 1
     )  # a thread held up may give one from before after many refused
     real, hit = os.open, [lambda k: k > 100]
 

@@ -22,7 +22,7 @@ from leakmel.extras import retrain as rounds
 from leakmel.detector.model.files import round_folder
 from leakmel.detector.model.detector import load_champion
 from leakmel.extras.retrain import weights_digest
-from leakmel.detector.plans import find_data_sets
+from leakmel.operations.detector import find_data_sets
 from leakmel.detector.model.settings import CheckpointSettings
 from leakmel.detector.model.detector import load_detector
 from leakmel.detector.evaluate.evaluation import evaluate
@@ -841,4 +841,4 @@ def test_the_folder_of_one_data_set_without_splits_is_trained_on(
     )
     assert str(tmp_path / "detector" / "model.pt") in capsys.readouterr().out
     shutil.copy(small_sets / "TRAINING_DATASET.H5", tmp_path)
-    assert find_data_sets(tmp_path).files == {"training": tmp_path / "TRAINING_DATASET.H5"}
+    assert find_data_sets(tmp_path)[0] == {"training": tmp_path / "TRAINING_DATASET.H5"}

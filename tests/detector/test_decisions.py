@@ -38,7 +38,7 @@ from leakmel.detector.model.card import (
 from leakmel.detector.model.cards import model_card
 from leakmel.detector.model.detector import load_detector
 from leakmel.operations.detector import Evaluate, Train
-from leakmel.detector.plans import run_summary
+from leakmel.operations.detector import run_summary
 
 
 def network(rng: np.random.Generator, n_groups: int, n_each: int, sure: float = 1.0) -> HeldOutScores:

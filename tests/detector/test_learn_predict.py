@@ -746,7 +746,7 @@ def test_help_imports_no_torch():
 
 
 def test_newest_model_is_the_default(tmp_path, monkeypatch, detector):
-    from leakmel.detector.plans import find_model
+    from leakmel.operations.detector import find_model
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LEAKMEL_MODEL", raising=False)

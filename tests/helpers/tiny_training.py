@@ -64,7 +64,6 @@ _IMPORTS = """
 import contextlib, io, os, tempfile, torch
 torch.set_num_threads(1)
 from leakmel.cli import main
-import leakmel.detector.plans
 with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
     words = {words} + [{sets!r}, "--out", place + "/run", "--detector", "cnn", "--epochs", "1", "--channels", "2", "--device", "cpu", "--quiet"]
     assert main(words) == 0

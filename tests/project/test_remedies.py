@@ -386,8 +386,8 @@ def test_next_steps_of_a_training_run(case: str, tmp_path: Path, make_wav: Any, 
 def test_a_number_of_false_alarms_is_advised_where_scores_are_kept(
     small_sets: Path, tmp_path: Path, say: Say
 ) -> None:
-    from leakmel.detector.model.card import EvaluationRecord, steps_of
-    from leakmel.detector.model.detector import load_detector
+    from leakmel.detector.model.card import EvaluationRecord
+    from leakmel.detector.model.detector import load_detector, steps_of
     from dataclasses import replace
 
     assert say("train", small_sets, "--out", "m", "--detector", "spectral", "--quiet")[0] == 0

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 import leakmel as lm
 from leakmel.recordings import problems as problems_module
 from leakmel.recordings.manifest import scan
+from leakmel.recordings.listing import FILES_PER_TASK, read_content
 from leakmel.recordings.problems import (
     ALWAYS_SHOWN,
     CLIPPED_SHARE,
     CONTENT_COLUMNS,
     DC_OFFSET,
     DEAD_FILES,
-    FILES_PER_TASK,
     KIND_GROUPS,
     WORTH_A_LOOK,
     Columns,
@@ -39,7 +39,6 @@ from leakmel.recordings.problems import (
     group_of,
     how_many,
     label_auc,
-    read_content,
     tied_values,
 )
 from leakmel.recordings.demo import wav_bytes

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from leakmel.detector.data.splits import LEAKY_SPLIT, recordings_table
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.metrics.metrics import HeldOutScores
 from leakmel.detector.metrics.significance import Groups, ScoredModel, Verdict, plain
-
-if TYPE_CHECKING:
-    from leakmel.detector.model.detector import Detector
 
 # %% ../../../nbs/detector/model/card.ipynb #ca000004
 CROSS_VALIDATION, TEST_SET = "cross-validation", "test set"
@@ -213,22 +210,6 @@ def next_steps(
         ),
     ]
     return [text for is_due, text in steps if is_due]
-
-
-def steps_of(
-    detector: "Detector",
-    # as for `next_steps`
-    data: str = "DATA --out DIR",
-    model: str = "MODEL",
-) -> list[str]:
-    "List what to do next with a detector: only what is possible with its data."
-    scores = detector.held_out
-    return next_steps(
-        detector.evaluations,
-        data=None if detector.record.get("choice", "") is None else data,  # the training found no folds
-        model=model,
-        has_scores=scores is not None and not scores.truth.all(),
-    )
 
 # %% ../../../nbs/detector/model/card.ipynb #72bd5099
 def _short_digests(values: Iterable[str | bytes]) -> np.ndarray:

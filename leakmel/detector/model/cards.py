@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from leakmel.core.errors import show_path
 from leakmel.core.files import write_whole
-from leakmel.dataset.cards import MODEL_TITLE, NOT_GIVEN, Card, card_digests, card_names, croissant
-from leakmel.dataset.cards import filled, given_before
+from leakmel.dataset import cards
 
 if TYPE_CHECKING:
     from leakmel.detector.model.detector import Detector
@@ -123,12 +122,13 @@ def model_card(
     from markupsafe import Markup
 
     from leakmel.detector.metrics.metrics import alarm_threshold, fit_calibration
-    from leakmel.detector.model.card import evaluation_text, steps_of
+    from leakmel.detector.model.card import evaluation_text
+    from leakmel.detector.model.detector import steps_of
 
     scores = detector.held_out
     if scores is not None and scores.truth.all():  # no threshold and no calibration follow from them
         scores = None
-    return filled(
+    return cards.filled(
         _MODEL_CARD.lstrip(),
         d=detector,
         name=name,
@@ -138,24 +138,24 @@ def model_card(
         calibration=None if scores is None else fit_calibration(scores),
         # HTML and links are escaped, the commands of a step stay code
         steps=[Markup(re.sub(r"([<>\[\]])", r"\\\1", show_path(step))) for step in steps_of(detector)],
-        license=license or NOT_GIVEN,
+        license=license or cards.NOT_GIVEN,
         digest=digest,
     )
 
 
 def is_card(f: BinaryIO) -> bool:
     "Whether a file is a model card."
-    return f.read(len(MODEL_TITLE)) == MODEL_TITLE.encode()
+    return f.read(len(cards.MODEL_TITLE)) == cards.MODEL_TITLE.encode()
 
 
-def card_of_model(path: Path, license: str | None, progress: str) -> Card:
+def card_of_model(path: Path, license: str | None, progress: str) -> cards.Card:
     "Make the card of a detector."
     from leakmel.detector.model.card import evaluation_text
     from leakmel.detector.model.detector import load_detector
 
     detector = load_detector(path)
-    digests = card_digests([path], progress)
-    metadata = croissant(
+    digests = cards.card_digests([path], progress)
+    metadata = cards.croissant(
         path.name,
         f"Leak detector ({detector.kind}) for recordings of pipes. {evaluation_text(detector.evaluations)}.",
         digests,
@@ -164,7 +164,7 @@ def card_of_model(path: Path, license: str | None, progress: str) -> Card:
         license=license,
         keywords=("leak detection", "acoustics", "detector"),
     )
-    return Card(
+    return cards.Card(
         model_card(detector, path.name, license=license, digest=digests[show_path(path.name)]), metadata
     )
 
@@ -173,12 +173,12 @@ def update_card(detector: "Detector", model: Path) -> Path:  # raises OutputErro
     "Write the card next to a model file again, and its metadata where there are any; what a user added to them stays."
     from leakmel.detector.model.files import require_kind
 
-    path, metadata_path = (model.parent / name for name in card_names(model, True))
-    license, metadata = given_before(path, metadata_path)
+    path, metadata_path = (model.parent / name for name in cards.card_names(model, True))
+    license, metadata = cards.given_before(path, metadata_path)
     if license is None and not metadata:
         require_kind(path, "model card", is_card)
         return write_whole(path, model_card(detector, model.name))
     made = card_of_model(model, license, "none")
     more = {name: value for name, value in metadata.items() if name not in made.metadata}
-    Card(made.markdown, {**made.metadata, **more}).write(path, metadata_path)
+    cards.Card(made.markdown, {**made.metadata, **more}).write(path, metadata_path)
     return path

@@ -24,7 +24,7 @@ from leakmel.mel.spec import MelSpec
 from leakmel.mel.torch_engine import full_float32_precision
 from leakmel.detector.data.segments import Segments, Task, open_loader
 from leakmel.detector.metrics.metrics import UNCHOSEN, VOTES, HeldOutScores, vote_scores
-from leakmel.detector.model.card import EvaluationRecord, Provenance, held_out_from_plain, record_from_plain
+from leakmel.detector.model import card
 from leakmel.detector.model.files import (
     AdaptiveBatches,
     champion_file,
@@ -165,10 +165,10 @@ class Detector:
     vote: str = "mean"  # the rule that is used unless another is asked for
     share: float = 0.5  # of the long segments, for "frac_vote"
     record: dict[str, Any] = field(default_factory=dict)  # plain values: data, split, settings, versions
-    provenance: Provenance = field(default_factory=Provenance)  # what it was trained with
+    provenance: card.Provenance = field(default_factory=card.Provenance)  # what it was trained with
     # of its vote, on recordings that were not trained on; None: not known
     held_out: HeldOutScores | None = None
-    evaluations: tuple[EvaluationRecord, ...] = ()  # of this classifier
+    evaluations: tuple[card.EvaluationRecord, ...] = ()  # of this classifier
 
     def __post_init__(self):
         is_share = isinstance(self.share, Real) and not isinstance(self.share, bool) and 0 < self.share <= 1
@@ -305,6 +305,22 @@ def required_spec(detector: Detector) -> MelSpec:  # raises UsageError where it 
         remedy="build data sets from the recordings, and train on those",
     )
 
+# %% ../../../nbs/detector/model/detector.ipynb #a0ca5b73
+def steps_of(
+    detector: Detector,
+    # as for `next_steps`
+    data: str = "DATA --out DIR",
+    model: str = "MODEL",
+) -> list[str]:
+    "List what to do next with a detector: only what is possible with its data."
+    scores = detector.held_out
+    return card.next_steps(
+        detector.evaluations,
+        data=None if detector.record.get("choice", "") is None else data,  # the training found no folds
+        model=model,
+        has_scores=scores is not None and not scores.truth.all(),
+    )
+
 # %% ../../../nbs/detector/model/detector.ipynb #721add7d
 def load_detector(
     path: str | os.PathLike, device: str | torch.device = "cpu"
@@ -327,9 +343,11 @@ def load_detector(
                 classifier=from_plain(head["classifier"], values["weights"]).to(device),
                 task=_settings_from_plain(Task, head["task"]),
                 spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
-                provenance=Provenance(np.setdiff1d(seen["recordings"].numpy(), [0]), seen["is_all"] is True),
-                held_out=held_out_from_plain(values.get("held_out")),
-                evaluations=tuple(map(record_from_plain, head["evaluations"])),
+                provenance=card.Provenance(
+                    np.setdiff1d(seen["recordings"].numpy(), [0]), seen["is_all"] is True
+                ),
+                held_out=card.held_out_from_plain(values.get("held_out")),
+                evaluations=tuple(map(card.record_from_plain, head["evaluations"])),
                 **{name: head[name] for name in _PLAIN_FIELDS},
             )
     except (DataError, MachineError):

@@ -35,7 +35,8 @@ from leakmel.core.errors import (
     UsageError,
     show_path,
 )
-from leakmel.core.monitor import free_memory, size_text, usable_cores
+from leakmel.core.monitor import free_memory, usable_cores
+from leakmel.core.timeline import size_text
 from leakmel.core.progress import DelayedProgress, Progress
 from leakmel.core.store import LocalCopies
 from leakmel.core.threads import ThreadGroup, run_threads

@@ -28,9 +28,9 @@ from leakmel.core.progress import announce
 from leakmel.core.operation import RowTable, user_path, write_summary
 from leakmel.detector.data.segments import BINARY, LEFT_OUT
 from leakmel.detector.data.splits import Group, Split, recordings_table
-from leakmel.detector.model.card import evaluation_result, evaluation_text, steps_of
+from leakmel.detector.model.card import evaluation_result, evaluation_text
 from leakmel.detector.model.cards import is_card, update_card
-from leakmel.detector.model.detector import Detector, load_detector
+from leakmel.detector.model.detector import Detector, load_detector, steps_of
 from leakmel.detector.model import files
 from leakmel.detector.model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
 from leakmel.detector.train.folds import (

@@ -24,7 +24,7 @@ from leakmel.recordings.labels import LabelTable, joint_counts, read_labels
 from leakmel.recordings.wav import digest_of
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import write_whole
-from leakmel.core.monitor import mean, peak
+from leakmel.core.timeline import mean, peak
 from leakmel.core.progress import DelayedProgress, Progress, announce
 from leakmel.core.timeline import Timeline
 from leakmel.dataset.reader import MelDataset, read_rows

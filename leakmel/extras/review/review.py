@@ -25,7 +25,8 @@ import leakmel
 from leakmel.recordings import labels as label_table
 from leakmel.recordings.labels import SKIPPED, UNSURE, CurrentLabels, Decision
 from leakmel.recordings.manifest import Manifest
-from leakmel.recordings.problems import CLIPPED_SHARE, read_content
+from leakmel.recordings.listing import read_content
+from leakmel.recordings.problems import CLIPPED_SHARE
 from leakmel.recordings.tables import csv_table, read_text, row_error, table_number
 from leakmel.recordings.wav import read_wav
 from leakmel.core.comparison import match_texts, text_key
