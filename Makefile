@@ -65,15 +65,15 @@ learn: $(INSTALLED)-learn ## install what detectors need: torch and scikit-learn
 
 # One thread of torch for a worker: threads of several workers that wait for each other take a few cores twice as long.
 test: export OMP_NUM_THREADS := 1
-test: $(INSTALLED)-dev ## check that notebooks and package agree; run library notebooks, ruff, mypy and pytest without test-site
+test: $(INSTALLED)-dev ## check that notebooks and package agree; run library notebooks, ruff, mypy and pytest without what test-site runs
 	@$(MAKE) --no-print-directory -j 2 static notebooks
-	$(BIN)/python -m pytest -m 'not long and not site' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not long and not site and not slow' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# What a change of the package seldom breaks, and what takes long: marked `site`.
+# What a change of the package seldom breaks, marked `site`, and what takes long, marked `slow`.
 test-site: export OMP_NUM_THREADS := 1
-test-site: $(INSTALLED)-dev ## guides as notebooks; the tests of installation, documentation, pages in a browser, and benchmarks
+test-site: $(INSTALLED)-dev ## guides as notebooks; slow tests; installation, documentation, pages in a browser, benchmarks
 	@printf 'nbs/%s\n' $(PAGES) | xargs -n 1 $(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '^([_.]|out.*\.ipynb)$(TABLES)' --path
-	$(BIN)/python -m pytest -m 'site and not long' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m '(site or slow) and not long' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Two parts of `make test`, side by side: much of them keeps one core busy.
 static:

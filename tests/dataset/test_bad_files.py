@@ -101,6 +101,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 # ---- more than may be
 
 
+@pytest.mark.slow
 @each(
     ("worker_layout", "mode"),
     [
@@ -356,6 +357,7 @@ def many(tmp_path: Path, make_wav: Callable) -> Path:
     return root
 
 
+@pytest.mark.slow
 @each(
     ("worker_layout", "mode"),
     [

@@ -45,6 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, li
     return path.read_bytes(), parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [25, pytest.param(250, marks=pytest.mark.long)])
 def test_flipped_bits(

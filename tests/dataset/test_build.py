@@ -92,6 +92,7 @@ def test_all_rows_of_all_splits(demo, tmp_path, preset):
         assert lm.verify(r.path, root=demo, sample=None).checked == r.rows
 
 
+@pytest.mark.slow
 @each("engine", ["torch", "torchaudio", "reference"])
 def test_faulty_set_with_a_given_spec(faulty, tmp_path, engine):
     if engine == "torchaudio" and find_spec("torchaudio") is None:

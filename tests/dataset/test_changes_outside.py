@@ -69,6 +69,7 @@ def test_a_recording_that_was_replaced_costs_only_its_row(tmp_path, data, make_w
     assert again.path.read_bytes() == lm.build(data, out=tmp_path / "y.h5", **QUIET).path.read_bytes()
 
 
+@pytest.mark.slow
 @each("with_waveforms", [False, True])
 @each("rejected", [[0], [0, 1, 5, 6, 12, 13], [13]])
 def test_rows_that_were_moved_together_are_found_again(

@@ -168,6 +168,7 @@ print("end")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_damages_of_the_structure(place: Path, tmp_path: Path, tried: Callable, kind: str, n: int) -> None:
@@ -190,6 +191,7 @@ def test_damages_of_the_structure(place: Path, tmp_path: Path, tried: Callable, 
     tried("S22", n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [40, pytest.param(1000, marks=pytest.mark.long)])
 def test_flipped_bits_of_the_structure(copy: Callable, tried: Callable, kind: str, n: int) -> None:
@@ -236,6 +238,7 @@ def replaced(f: h5py.File, name: str, **options: Any) -> None:
     f.create_dataset(name, data=values, **options)
 
 
+@pytest.mark.slow
 @each("kind", KINDS)
 @each("change", STRUCTURE)
 def test_what_no_digest_covers_is_compared_with_a_build(copy: Callable, change: str, kind: str) -> None:
@@ -288,6 +291,7 @@ def other_writer(path: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
 def test_a_locked_file_is_told_apart_from_damage(place: Path, copy: Callable, reader: str) -> None:
     path = copy()
@@ -320,6 +324,7 @@ def test_a_file_that_a_killed_program_marked_as_being_written(tmp_path: Path) ->
     assert "h5clear" in str(caught.value)
 
 
+@pytest.mark.slow
 @each(
     ("number", "code"),
     [
@@ -476,6 +481,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.slow
 def test_threads_that_multiply_matrices_do_not_stop_the_examination(copy: Callable) -> None:
     "OpenBLAS ends its threads before a fork, and waits for ever for one that another thread uses."
     env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}

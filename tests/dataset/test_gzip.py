@@ -360,6 +360,7 @@ raise SystemExit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_during_compression_leaves_a_resumable_state(tmp_path, make_wav, number):
     for k in range(40):

@@ -316,6 +316,7 @@ STRANGE: list[Callable[[h5py.File], Any]] = [
 ]
 
 
+@pytest.mark.slow
 @each("strange", STRANGE, ids=lambda s: s.__name__)
 def test_hostile_file_is_refused(
     good: Path, tmp_path: Path, children: Server, tried: Callable, strange: Callable[[h5py.File], Any]
@@ -358,6 +359,7 @@ def test_an_object_that_is_no_column_is_reported(
     assert not lm.verify(path).ok
 
 
+@pytest.mark.slow
 def test_many_packed_columns_are_not_kept_in_memory(good: Path, tmp_path: Path, children: Server) -> None:
     path = tmp_path / "x.h5"
     path.write_bytes(good.read_bytes())

@@ -408,6 +408,7 @@ def test_waveforms_are_the_recordings_samples_in_full_scale(recordings, waved):
             assert np.abs(waves).max() <= 1
 
 
+@pytest.mark.slow
 @each("engine", CPU_ENGINES)
 @each("compression", ["none", "gzip"])
 def test_waveforms_equal_the_conformed_samples(tmp_path, make_wav, engine, compression):
@@ -544,6 +545,7 @@ def decibels_by_librosa(x: np.ndarray, settings: dict[str, Any]) -> np.ndarray:
     return (20 if settings["power"] == 1 else 10) * np.log10(np.maximum(values, 1e-10))
 
 
+@pytest.mark.slow
 @each("engine", CPU_ENGINES)
 @each(
     ("name", "settings", "shape"),
@@ -634,6 +636,7 @@ def neighbours(root: Path, which: str, victim: np.ndarray) -> bytes:
     return b"A/" + name.encode()
 
 
+@pytest.mark.slow
 @each("engine", CPU_ENGINES)
 def test_a_row_never_depends_on_its_batch(tmp_path, engine):
     "Not on how many files a batch holds, on who is in it, on the place in it, on a loud neighbour, on rejected ones; waveforms neither."

@@ -238,6 +238,7 @@ def test_outdated_preloaded_recordings_are_refused(tmp_path, mixed, make_wav):
     assert not (tmp_path / "x.h5").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [

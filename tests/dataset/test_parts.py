@@ -271,6 +271,7 @@ def test_join_without_parts(tmp_path):
         join(tmp_path / "x.h5", progress="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_parts", [False, True])
 def test_a_joined_data_set_may_be_joined_again(demo, whole, tmp_path, capfd, keep_parts):
     "By Python and by the command, with the usual keys, as often as wanted; also after a build has found nothing to do or new recordings."
@@ -305,6 +306,7 @@ def test_a_joined_data_set_may_be_joined_again(demo, whole, tmp_path, capfd, kee
     assert (again.rows, again.summary["nothing_to_do"]) == (rows, True)
 
 
+@pytest.mark.slow
 @each("what", ["data set", "report", "row", "metadata", "other rows", "new part", "plan"])
 def test_joined_again_without_a_whole_data_set_is_an_error(demo, tmp_path, what):
     "A data set that is gone, damaged or not that of its report, and new parts that are not complete."
@@ -704,6 +706,7 @@ def suffixes(target: Path, n: int) -> list[str]:
     return [path.suffix for _, path in sorted(finished_parts(parts_folder(target), n).items())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, MemoryError, pytest.param(EngineError, marks=pytest.mark.long)]
 )
@@ -768,6 +771,7 @@ def test_kept_parts_are_whole(demo, tmp_path):
     assert not parts_folder(target).exists()
 
 
+@pytest.mark.slow
 def test_parts_whose_moved_rows_are_lost_have_to_be_built_again(demo, whole, tmp_path):
     target = tmp_path / "x.h5"
     build_parts(demo, target, 3)
@@ -815,6 +819,7 @@ def test_bar_counts_the_recordings_of_complete_parts(demo, whole, tmp_path, monk
     assert events[-1][0] == made.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("check", "wanted"),
     [(64, 64), pytest.param(20, 32, marks=pytest.mark.long), (3, 32), (0, 0), (None, None)],
@@ -911,6 +916,7 @@ def test_a_changed_recording_in_the_sample_of_the_join_costs_no_other_row(tmp_pa
     assert made.path.read_bytes() == built(tmp_path / "d", tmp_path / "y.h5")
 
 
+@pytest.mark.slow
 @each("kind", ["changed", "unreadable"])
 def test_a_recording_that_a_worker_cannot_read_is_read_by_the_join(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(parts_module, "PART_SIZE", 10)
@@ -952,6 +958,7 @@ def test_a_rejected_recording_that_is_repaired_with_its_old_time_is_read_again(t
     assert not made.rejections
 
 
+@pytest.mark.slow
 def test_wrong_rows_of_a_part_are_found_and_all_parts_can_be_built_again(demo, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(parts_module, "PART_SIZE", 30)
     with monkeypatch.context() as patch:
@@ -1017,6 +1024,7 @@ def processes() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+@pytest.mark.slow
 def test_timeline_has_a_lane_for_each_process(demo, processes, tmp_path, monkeypatch):
     monkeypatch.setattr(parts_module, "PART_SIZE", 30)
     results = lm.build_all(demo, out_dir=tmp_path, cluster=processes, **QUIET)

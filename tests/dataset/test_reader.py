@@ -205,6 +205,7 @@ def legacy_file(
     return path
 
 
+@pytest.mark.slow
 @each("storage", ["contiguous", "gzip", "chunked"])
 @each("text", ["string", "bytes", "list"])
 @each("waves", [False, True])
@@ -266,6 +267,7 @@ def put(name: str, value) -> Callable[[h5py.File], None]:
     return change
 
 
+@pytest.mark.slow
 @each(
     ("change", "code", "message"),
     [
@@ -364,6 +366,7 @@ def test_named_pipe_does_not_block(tmp_path):
         lm.open_dataset(tmp_path / "pipe.h5")
 
 
+@pytest.mark.slow
 @each(
     ("name", "change", "code"),
     [
@@ -410,6 +413,7 @@ def test_refusals_name_the_file_and_close_it(built, tmp_path, name, change, code
         assert f  # nobody holds it any more
 
 
+@pytest.mark.slow
 @each("kind", ["external storage", "external link", "soft link", "virtual", "huge"])
 @each("legacy", [False, True])
 def test_hostile_file_is_refused_before_data_are_read(built, tmp_path, kind, legacy):

@@ -409,6 +409,7 @@ def keeping_time(path: Path, do: Callable[[], None]) -> None:
     os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
 
 
+@pytest.mark.slow
 @each(
     "fault",
     [
@@ -730,6 +731,7 @@ def test_a_flipped_byte_anywhere_ends_the_journal_before_its_line(data: Path, in
     assert build(data, interrupted).verified.ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
@@ -1201,6 +1203,7 @@ def test_killed_at_steps_of_a_build(data: Path, tmp_path: Path, tried: Callable)
     assert n > 20
 
 
+@pytest.mark.slow
 def test_killed_at_steps_of_a_build_over_an_old_data_set(data: Path, tmp_path: Path, tried: Callable) -> None:
     "The old data set is intact, or the new one complete, at every point."
     old_target = tmp_path / "old" / "x.h5"
@@ -1222,6 +1225,7 @@ def test_killed_at_steps_of_a_build_over_an_old_data_set(data: Path, tmp_path: P
     assert n > 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [{"max_rejected": 0.05}, {"on_bad_file": "stop"}], ids=str)
 def test_killed_at_steps_of_a_build_with_too_many_bad_files(
     data: Path, tmp_path: Path, tried: Callable, policy: dict[str, Any]

@@ -141,6 +141,7 @@ print(json.dumps([r.rows, sorted((x.code, x.message) for x in r.rejections), r.s
 """
 
 
+@pytest.mark.slow
 @each(("mode", "limit"), [("stream", 1), ("stream", 4096), ("memmap", 7)])
 def test_a_build_has_the_same_bytes(library: Path, data: Path, tmp_path: Path, mode: str, limit: int) -> None:
     "Recordings, rows that are read back, the data set, its state, the cache; and a second build that copies rows."
@@ -211,6 +212,7 @@ print(json.dumps({p.name: outcome(p) for p in Path(sys.argv[1]).glob("*.wav")}))
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [7])
 def test_labels_and_models_are_read_whole(library: Path, data: Path, tmp_path: Path, limit: int) -> None:
     "A table that is appended to several times keeps its lines; a model gives the same scores."

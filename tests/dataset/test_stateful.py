@@ -195,6 +195,7 @@ def run(data: Path, out: Path, *, fresh: bool = False, **policy: Any) -> lm.Buil
     )
 
 
+@pytest.mark.slow
 def test_random_histories_of_a_folder(tried: Callable) -> None:
     Folder.refused.clear()
     run_state_machine_as_test(

@@ -862,6 +862,7 @@ def test_missing_attributes(built, file, name):
     bad(lm.verify(file, root=built[0]))
 
 
+@pytest.mark.slow
 @each(
     "name",
     [
@@ -905,6 +906,7 @@ def test_parts_of_another_shape_or_type_are_reported_and_no_exception(built, fil
     bad(lm.verify(file, root=built[0]))
 
 
+@pytest.mark.slow
 @each(
     "value",
     [
@@ -1075,6 +1077,7 @@ def regions(path: Path) -> dict[str, tuple[int, int]]:
         return {n: (f[n].id.get_offset(), f[n].id.get_storage_size()) for n in names}
 
 
+@pytest.mark.slow
 @each("seed", range(2))
 def test_flipped_bits_in_the_data_are_all_found(file, seed):
     rng, raw = np.random.default_rng(seed), file.read_bytes()
@@ -1089,6 +1092,7 @@ def test_flipped_bits_in_the_data_are_all_found(file, seed):
     assert lm.verify(file).ok
 
 
+@pytest.mark.slow
 @each("name", ["segments_waveform", "digests/waveforms", "segments_mel"])
 def test_flipped_bits_next_to_waveforms_are_all_found(waved, name):
     rng, raw, (at, size) = np.random.default_rng(5), waved.read_bytes(), regions(waved)[name]

@@ -20,7 +20,7 @@ from lab import (
     run_all,
     with_parameters,
 )
-from test_learn_predict import made_detector, write_mixed
+from made_detectors import made_detector, write_mixed
 from watched import Watched
 
 import leakmel as lm

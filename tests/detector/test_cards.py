@@ -124,6 +124,7 @@ def test_card_of_a_data_set(small_sets: Path, tmp_path: Path) -> None:
     assert len(whole.metadata["distribution"]) == len(list(small_sets.glob("*_DATASET.H5")))
 
 
+@pytest.mark.slow
 def test_croissant_is_valid_and_loads_the_rows(small_sets: Path, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlcroissant")
     pytest.importorskip("pyarrow")

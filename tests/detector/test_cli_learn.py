@@ -28,7 +28,7 @@ from leakmel.detector.model.detector import load_detector
 from leakmel.detector.evaluate.evaluation import evaluate
 from leakmel.extras.retrain import RoundRules, retrain
 from leakmel.detector.model.settings import TrainSettings
-from test_learn_predict import made_detector
+from made_detectors import made_detector
 from tiny_training import tiny_words
 
 pytestmark = [
@@ -128,6 +128,7 @@ def by_rule(monkeypatch: pytest.MonkeyPatch, wins: bool) -> None:
 # ---- the loop
 
 
+@pytest.mark.slow
 def test_new_recordings_become_a_champion(
     place: Path, small_sets: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +305,7 @@ def test_evaluate_command_equals_the_library_and_writes_files(
     assert max(len(line) for line in out.splitlines() if not any(text in line for text in paths)) <= 100
 
 
+@pytest.mark.slow
 @each("width", [60, 80, 100])
 def test_a_report_fits_into_a_narrow_terminal(
     place: Path, small_sets: Path, say: Say, monkeypatch: pytest.MonkeyPatch, width: int
@@ -828,6 +830,7 @@ def test_folder_of_rounds_continues_with_its_champion_only(
     )
 
 
+@pytest.mark.slow
 def test_the_folder_of_one_data_set_without_splits_is_trained_on(
     small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

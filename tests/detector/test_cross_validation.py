@@ -126,6 +126,7 @@ def test_report_plot_and_plain_values(found: CrossValidation) -> None:
     assert found.plots()["roc"].layout.title.text.startswith("AUC")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("cnn", marks=pytest.mark.long), "blend"])
 def test_interrupted_run_of_a_kind_is_resumed(
     small_sets: Path, tmp_path: Path, count_fits: Callable[..., list[str]], kind: Any
@@ -149,6 +150,7 @@ def processes_of_joblib() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_the_number_of_processes(
     small_sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +298,7 @@ def test_network_and_choice_inside_each_fold(
     assert np.isfinite(chosen.table["score"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("executor", marks=pytest.mark.long), "dask"])
 def test_folds_on_a_cluster_give_the_same_scores(small_sets: Path, found: CrossValidation, kind: str) -> None:
     with ExitStack() as stack:
@@ -339,6 +342,7 @@ def test_wrong_arguments_and_folders_of_others(small_sets: Path, tmp_path: Path)
     assert in_the_way.value.code == "other-file-in-the-way"
 
 
+@pytest.mark.slow
 def test_command_line(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["train", str(small_sets), "--out", str(tmp_path / "out"), "--cross-validate"]
     words += ["--detector", "spectral", "--device", "cpu"]

@@ -93,6 +93,7 @@ def chosen(sets, tmp_path_factory) -> Any:
         )
 
 
+@pytest.mark.slow
 @each("kind", KINDS)
 def test_a_model_file_gives_the_same_scores(sets, trained, kind):
     detector = trained[kind].detector

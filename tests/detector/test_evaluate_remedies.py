@@ -46,6 +46,7 @@ def failed(body: dict[str, Any], code: str) -> str:  # its message, which ends w
     return body["error"]
 
 
+@pytest.mark.slow
 def test_a_missing_test_set_is_built_or_named(
     run: Run, model: Path, small_sets: Path, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_other_features_are_built_again_or_recordings_are_scored(
     assert run("predict", demo, "--model", model, "--out", tmp_path / "scores.csv")["ok"]
 
 
+@pytest.mark.slow
 def test_a_new_label_is_left_out_or_trained(run: Run, model: Path, small_sets: Path, tmp_path: Path) -> None:
     demo = small_sets.parent / "demo"
     root = shutil.copytree(demo / "TESTING", tmp_path / "root")

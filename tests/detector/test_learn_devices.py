@@ -168,6 +168,7 @@ def children() -> Iterator[Server]:
         yield s
 
 
+@pytest.mark.slow
 @each(
     "allow",
     [

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 from each import each
 from errors import raises
-from test_learn_predict import made_detector, noise, put
+from made_detectors import made_detector, noise, put
 
 import leakmel as lm
 from leakmel.recordings.labels import read_labels
@@ -56,6 +56,7 @@ def twins(tmp_path_factory, request) -> Path:
 # ---- labels
 
 
+@pytest.mark.slow
 def test_training_and_cross_validation_stop(tmp_path, twins, capsys):
     with raises("ambiguous-label") as e:
         lm.train(twins, out=tmp_path / "m", **QUIET)

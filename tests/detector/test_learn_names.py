@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_learn_predict import SPEC, made_detector, noise, put
+from made_detectors import SPEC, made_detector, noise, put
 
 import leakmel as lm
 from leakmel.pages.dashboard import build_card, data_table, rejected_card

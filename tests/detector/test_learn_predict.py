@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 from each import each
 import torch
 from errors import raises
+from made_detectors import RATE, made_detector, noise, put, write_mixed
 
 import leakmel as lm
 from leakmel.recordings.manifest import scan
@@ -34,10 +34,8 @@ from leakmel.detector.data.segments import (
     segment_count,
     conform_recording,
 )
-from leakmel.detector.data.segments import make_task
 from leakmel.detector.metrics.metrics import VOTES, vote_scores
 from leakmel.detector.model.detector import Detector, load_detector, score_rows
-from leakmel.detector.model.net import LeakNet, NetSettings
 from leakmel.detector.predict import predict as prediction
 from leakmel.detector.predict.predict import rule_of
 from leakmel.detector.predict.predict import COLUMNS, Predictions, rejected_path
@@ -45,29 +43,7 @@ from leakmel.detector.predict.scoring import RowBlock
 from leakmel.mel.engines import load_class
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-RATE = 4096
-SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)  # four long segments
 QUIET: dict[str, Any] = {"progress": "none", "device": "cpu", "engine": "torch"}
-
-
-def made_detector(spec: lm.MelSpec = SPEC, seed: int = 0, **more: Any) -> Detector:
-    "A net that was never trained, with scores all over the range."
-    torch.manual_seed(seed)
-    _, n_short, n_mels, n_frames = spec.row_shape
-    settings = NetSettings(n_mels, n_frames * n_short, channels=(8, 8))
-    net = LeakNet(settings, np.full(n_mels, -30.0), np.full(n_mels, 3.0))
-    with torch.no_grad():
-        net.classes.weight.mul_(20)
-    return Detector(net.eval(), make_task(["LEAK", "NOLEAK"]), spec, **more)
-
-
-def noise(seed: int, n: int = RATE, level: int = 900) -> np.ndarray:
-    return np.random.default_rng(seed).integers(-level, level, n).astype(np.int16)
-
-
-def put(folder: Path, name: str, samples: np.ndarray, rate: int = RATE) -> None:
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    write_wav(folder / name, samples, rate)
 
 
 def all_scores(p: Predictions) -> dict[bytes, np.ndarray]:
@@ -87,6 +63,7 @@ def test_csv_file_has_the_bytes_of_the_csv_package(tmp_path):
     assert (tmp_path / "x.csv").read_bytes() == right.getvalue().encode()
 
 
+@pytest.mark.slow
 def test_scores_are_made_without_pandas():
     "Loading it takes half a second, and only tables need it."
     code = "import sys; from leakmel.detector.predict import predict; assert 'pandas' not in sys.modules"
@@ -105,29 +82,6 @@ def test_scores_of_segments_are_rounded_as_texts():
 @pytest.fixture(scope="module")
 def detector() -> Detector:
     return made_detector()
-
-
-def is_installed(name: str) -> bool:
-    try:
-        import_module(name)
-    except ImportError:
-        return False
-    return True
-
-
-def write_mixed(folder: Path) -> Path:
-    "A flat folder: eight seconds-long recordings as the model knows them, some of other lengths and rates, and two that are none."
-    for k in range(8):
-        put(folder, f"plain{k}.wav", noise(k, level=200 * k + 50))
-    put(folder, "long.wav", noise(20, 40 * RATE + 99))
-    put(folder, "short.wav", noise(21, 2500))
-    put(folder, "tiny.wav", noise(22, 1023))
-    if is_installed("soxr"):  # a CUDA image has none, and a test with these files runs on one
-        put(folder, "fast.wav", noise(23, 6 * 8000), 8000)
-        put(folder, "same size.wav", noise(24), 8192)
-    put(folder, "stereo.wav", np.stack([noise(25, 9000), -noise(25, 9000)], 1))
-    (folder / "broken.wav").write_bytes(b"RIFF....WAVE")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from each import each
-from test_learn_predict import made_detector, write_mixed
+from made_detectors import made_detector, write_mixed
 from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill, titles_of
 
 

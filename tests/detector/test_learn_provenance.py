@@ -104,6 +104,7 @@ def test_unknown_recordings_give_no_warning(small_sets, trained):
     assert not any("Leakage was not checked" in c for c in found.cautions), "the model knows"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("always")
 def test_evaluation_on_a_regrouped_training_split_is_reported(small_sets, tmp_path, capsys):
     "The folder was divided anew before the training; whoever judges names the folder, and the part in it that is called testing."
@@ -453,7 +454,7 @@ def test_a_refused_call_leaves_no_folder(small_sets, trained, tmp_path):
 
 
 def test_files_of_the_earlier_system_have_no_provenance(tmp_path):
-    from test_learn_retraining import earlier_system
+    from made_detectors import earlier_system
 
     ds = earlier_system(tmp_path / "old.h5", 4, 0)
     assert find_overlap(Provenance(is_complete=True), ds) is None

@@ -84,6 +84,7 @@ def test_missing_gpu_is_refused(network: Path, tmp_path: Path) -> None:
         trained(network, tmp_path / "run", device="cuda")
 
 
+@pytest.mark.slow
 def test_testing_recordings_of_other_features_are_refused_before_the_training(
     network: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -104,6 +105,7 @@ def test_testing_recordings_of_other_features_are_refused_before_the_training(
     assert main([*words, "--no-evaluation"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::leakmel.detector.data.splits.SplitWarning")
 def test_recordings_for_testing_may_have_been_built_alone(
     network: Path, tmp_path: Path, capsys: pytest.CaptureFixture

@@ -373,6 +373,7 @@ def network(tmp_path_factory) -> dict[float, list[Path]]:
     return {s: sets(s) for s in (10.0, 20.0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", [pytest.param("device", marks=pytest.mark.long), "stream"])
 def test_rows_of_twice_the_length_train_the_same_weights(network, tmp_path, loader):
     "Classes, bands and every weight; epochs and thresholds too."

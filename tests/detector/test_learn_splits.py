@@ -624,6 +624,7 @@ def test_proposals_of_split_errors_work(tmp_path):
         assert len(group_split(path, group="session").parts) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default::leakmel.detector.data.splits.LeakySplitWarning")
 def test_the_remedies_of_the_command_line_work(tmp_path, capsys, few_trees):
     path = six_pipes(tmp_path / "x.h5")

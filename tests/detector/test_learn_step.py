@@ -470,6 +470,7 @@ def test_memory_layout_does_not_change_gradients(last):
     )
 
 
+@pytest.mark.slow
 def test_steps_reuse_the_memory_of_the_steps_before():
     "A step of the usual size on a CPU makes arrays of 50 MB; a page that the kernel clears anew is a page fault."
     code = """if True:

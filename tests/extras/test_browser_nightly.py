@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_learn_predict import made_detector, noise
+from made_detectors import made_detector, noise
 from test_nightly import QUIET, name, put_at
 from test_nightly_page import HOSTILE
 

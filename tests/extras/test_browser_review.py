@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from lab import ERRORS, jupyter_lab, open_notebook, run_all, with_parameters
-from test_learn_predict import made_detector
+from made_detectors import made_detector
 
 from leakmel.recordings.labels import Decision, read_decisions
 from leakmel.recordings.demo import write_demo

@@ -349,6 +349,7 @@ def test_soil_does_not_matter_for_metal_pipes() -> None:
         assert 0.9 * found.speed_m_s < low <= found.low_m_s < found.high_m_s <= high < 1.1 * found.speed_m_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock_s", [0.0, 1e-3])
 def test_interval_covers_the_position_with_published_speeds(clock_s: float) -> None:
     """Leaks anywhere between the loggers, in pipes of which only material and size are known."""

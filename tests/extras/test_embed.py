@@ -14,7 +14,7 @@ import soundfile
 import torch
 from typing import Any
 from errors import raises
-from test_learn_predict import RATE, SPEC, made_detector, noise, put
+from made_detectors import RATE, SPEC, made_detector, noise, put
 
 import leakmel as lm
 from leakmel.recordings.wav import read_wav

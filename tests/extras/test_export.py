@@ -182,6 +182,7 @@ print(json.dumps([{"label": names[r["label"]]} | {n: r[n] for n in columns} for 
     assert [facts(row, row["label"]) for row in json.loads(done.stdout.splitlines()[-1])] == right
 
 
+@pytest.mark.slow
 def test_webdataset_loads(exports: Path, hostile: Path) -> None:
     need_formats()
     code = """

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 
 import leakmel as lm
 from each import each
+from made_detectors import earlier_system
 from errors import raises
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.detector.data.splits import recordings_of
@@ -666,20 +666,6 @@ def test_rounds_without_a_champion_file_are_refused(networks, tmp_path, monkeypa
         load_champion(tmp_path)
 
 
-def earlier_system(path: Path, n: int, seed: int) -> Segments:
-    "Recordings in a file of the earlier system: no names, no digests."
-    y = np.arange(n) % 2
-    rows = np.random.default_rng(seed).normal(-40, 3, (n, 4, 2, 64, 1)) + 4 * y[:, None, None, None, None]
-    with h5py.File(path, "w") as f:
-        f["labels"], f["segments_mel"] = y.astype(np.int16), rows.astype(np.float16)
-        f.attrs["config_json"], f.attrs["labels_json"], f.attrs["label2id_json"] = (
-            "{}",
-            '["LEAK", "NOLEAK"]',
-            '{"LEAK": 0, "NOLEAK": 1}',
-        )
-    return recordings(path, legacy=True, preload_to_ram=False)
-
-
 def test_files_of_the_earlier_system_are_identified_by_rows(tmp_path):
     with (
         earlier_system(tmp_path / "a", 20, 0) as a,
@@ -836,6 +822,7 @@ retrain(model, new, replay=old, testing=testing, out=out, rules=RoundRules(n_dra
 """
 
 
+@pytest.mark.slow
 def test_killed_round_keeps_the_champion_and_resumes_bit_for_bit(
     networks, whole_round, tmp_path, monkeypatch
 ):

@@ -309,6 +309,7 @@ def test_worse_trials_are_pruned(sets: Path, tmp_path: Path, monkeypatch: pytest
     assert {t.state for t in whole.trials} == {"complete"}
 
 
+@pytest.mark.slow
 def test_importance_is_reported_with_enough_trials(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +375,7 @@ def test_short_calls_still_run_trials(sets: Path, tmp_path: Path, monkeypatch: p
     assert (len(done.trials), len(done.again)) == (6, 4)
 
 
+@pytest.mark.slow
 def test_time_limit_and_more_trials_are_the_same_search(
     sets: Path, right: SearchResult, tmp_path: Path
 ) -> None:
@@ -393,6 +395,7 @@ def test_time_limit_and_more_trials_are_the_same_search(
 # ---- on a cluster ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pruning_compares_with_the_trials_that_were_finished(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -833,6 +836,7 @@ def test_another_search_in_the_folder_is_refused_by_name(sets: Path, right: Sear
     assert {p: p.read_bytes() for p in right.folder.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.slow
 def test_search_starts_over_with_resume_never(sets: Path, right: SearchResult, tmp_path: Path) -> None:
     "The same trials as in a new folder, and nothing is left of the other search."
     out = tmp_path / "run"
@@ -1095,6 +1099,7 @@ def test_an_undefined_figure_is_null_in_the_file(tmp_path: Path) -> None:
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_command(sets: Path, right: SearchResult, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = [
         "search",

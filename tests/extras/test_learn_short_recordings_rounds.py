@@ -185,6 +185,7 @@ def a_round(sets: dict[str, Any], out: Path) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_longer_rows_give_the_same_round(network, tmp_path):
     done = []
     for duration_s, sets in network.items():

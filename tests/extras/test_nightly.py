@@ -19,7 +19,7 @@ import pytest
 from each import each
 from children import server
 from spreadsheets import NAMED, as_saved, saved_again
-from test_learn_predict import made_detector, noise, put
+from made_detectors import made_detector, noise, put
 
 import leakmel as lm
 from leakmel.cli import main
@@ -299,6 +299,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_repeated_by_the_next(tmp_path, model):
     folder = write_nights(tmp_path / "r", range(1, 7))
     nightly(folder, model, tmp_path / "right", **QUIET)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from each import each
-from test_learn_predict import made_detector, noise
+from made_detectors import made_detector, noise
 from test_nightly import QUIET, name, put_at, write_nights
 
 import leakmel as lm

@@ -7,7 +7,8 @@ from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
-from test_learn_predict import made_detector
+import pytest
+from made_detectors import made_detector
 
 from leakmel.extras.nightly import run as module
 from leakmel.extras.nightly.nights import drift_of, keep_reference, reference_of_history
@@ -77,6 +78,7 @@ def run(folder: Path, k: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_night_after_half_a_year_takes_the_steps_of_one_after_two_months(tmp_path):
     work = [run(tmp_path, k) for k in range(200)]
     early, late = np.array(work[60:74]).mean(0), np.array(work[-14:]).mean(0)

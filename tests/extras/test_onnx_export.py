@@ -139,6 +139,7 @@ def refused(model: Any, code: str, kind: type[lm.LeakmelError], folder: Path, **
     assert sorted(os.listdir(folder)) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["cnn", pytest.param("spectral", marks=pytest.mark.long), "blend"]
 )  # a blend has both
@@ -338,6 +339,7 @@ def test_int8(detectors, recordings, kind, tmp_path):
     assert len(weights) >= 3
 
 
+@pytest.mark.slow
 def test_int8_is_refused_without_network_or_recordings(detectors, recordings, tmp_path):
     refused(
         detectors["spectral"], "unused-option", UsageError, tmp_path, int8=True, recordings=recordings, most=2

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from each import each
-from test_learn_predict import SPEC, made_detector, noise, put
+from made_detectors import SPEC, made_detector, noise, put
 from test_nightly import write_nights
 
 import leakmel as lm
@@ -264,6 +264,7 @@ def damages(raw: bytes, n: int, rng: np.random.Generator) -> Any:
             yield f"512 zeros from {at}", raw[:at] + bytes(len(block)) + raw[at + 512 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CASES)
 def test_damage_is_refused_or_changes_nothing(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from each import each
 from nbclient import NotebookClient
-from test_learn_predict import made_detector, noise, put
+from made_detectors import made_detector, noise, put
 
 import leakmel as lm
 from leakmel.recordings import labels as label_table
@@ -168,6 +168,7 @@ def test_a_table_that_is_none_of_decisions_is_refused_at_once(folder, tmp_path):
     assert e.value.code == "table-columns"
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_notebook_that_runs_without_a_browser(folder, tmp_path, capsys):
     made_detector().save(tmp_path / "model.pt")
     words = [

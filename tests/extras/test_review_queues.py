@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from each import each
-from test_learn_predict import made_detector, noise, put
+from made_detectors import made_detector, noise, put
 
 import leakmel as lm
 from leakmel.recordings.labels import Decision, current_labels

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from each import each
 from spreadsheets import NAMED, saved_again
-from test_learn_predict import made_detector, noise, put
+from made_detectors import made_detector, noise, put
 
 import leakmel as lm
 from leakmel.recordings.labels import Decision, append_decision

@@ -333,6 +333,7 @@ def test_uncertain_settings_are_not_stored(data, tmp_path, monkeypatch, clock):
     assert with_tuned(data, {}) == (PipelineConfig(), "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status", "message"),
     [(errno.EROFS, 1, "Read-only file system"), (errno.ENOSPC, 3, "No space left")],

@@ -292,6 +292,7 @@ ROWS = (
 )
 
 
+@pytest.mark.slow
 def test_a_cache_of_code_is_not_used_when_its_sources_changed(tmp_path: Path) -> None:
     "Also where the change is in another file than the function: values rounded in another way must show in the rows."
     shutil.copytree(

@@ -165,6 +165,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @each("options", OPTIONS, ids=repr)
 @each("n_devices", [1, 2, 3])
 def test_performance_settings_do_not_change_bytes(options: DeviceOptions, n_devices: int) -> None:
@@ -641,6 +642,7 @@ def results_after_fault(device: FakeDevice, options: DeviceOptions, *, pinned: b
         return output
 
 
+@pytest.mark.slow
 @each(
     "options",
     [DeviceOptions(max_block=2, buffers_per_stream=1), DeviceOptions(max_block=32, async_copies=False)],

@@ -99,6 +99,7 @@ def right(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 LONG_SETTINGS = ("large batches", "one stream", "warm-up")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in LONG_SETTINGS else []) for name in SETTINGS]
 )
@@ -318,6 +319,7 @@ def old(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "k"),
     [

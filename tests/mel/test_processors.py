@@ -81,6 +81,7 @@ def probes(run) -> list[dict[str, list[str]]]:
     ]
 
 
+@pytest.mark.slow
 def test_identities_and_probes_of_the_cpu_engine(probes: list[dict[str, list[str]]]) -> None:
     here, again, without = (found["cpu"] for found in probes)
     assert here[0] == "cpu@2/cpu"
@@ -212,6 +213,7 @@ def right(run, noises: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then", "stop"),
     [

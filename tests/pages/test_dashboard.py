@@ -281,6 +281,7 @@ def test_a_data_set_that_changed_since_is_not_green(copied):
         assert "No recording can be shown" in draw(path).layout.title.text
 
 
+@pytest.mark.slow
 @each("part", ["mel_hz", "long_start_s", "files/rms_db", "files/sensor", "files/silent"])
 def test_data_set_with_a_damaged_part_is_drawn(copied, part):
     for value in (None, np.zeros(1), np.array([b"x"])):

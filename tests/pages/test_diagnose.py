@@ -734,6 +734,7 @@ ON_DEVICE = [
 OFTEN = ("read-workers", "compute-workers", "write-lanes", "read-device", "compute-device")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "owner", "name", "engine", "shape"),
     [

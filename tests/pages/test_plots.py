@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from each import each
 
 from leakmel.core.timeline import Gauge, Span, Timeline
@@ -119,6 +120,7 @@ def test_a_hundred_thousand_recordings_make_small_figures():
                 assert len(trace.y) < 2000, name
 
 
+@pytest.mark.slow
 @each("figure", RUN_FIGURES)
 def test_a_long_run_makes_small_figures(figure):
     drawn = figure(made_run(20_000))

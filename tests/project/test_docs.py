@@ -366,7 +366,7 @@ def test_public_names_show_parameters_of_functions_classes_and_dataclasses():
 def test_promises_name_existing_tests():
     promises = tomllib.loads((ROOT / "nbs" / "explanations" / "promises.toml").read_text(encoding="utf-8"))
     assert list(promises) == sorted(promises, key=lambda name: int(name.removeprefix("S")))
-    tests_of: dict[str, set[str]] = {}
+    tests_of: dict[str, dict[str, set[str]]] = {}
     for name, p in promises.items():
         assert len(p["promise"]) > 20
         assert p["aim"]
@@ -377,11 +377,14 @@ def test_promises_name_existing_tests():
             if file not in tests_of:
                 (path,) = (ROOT / "tests").rglob(file)
                 tests_of[file] = {
-                    n.name
+                    n.name: {ast.unparse(d) for d in n.decorator_list}
                     for n in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
                     if isinstance(n, ast.FunctionDef)
                 }
             assert function in tests_of[file], f"{name}: there is no {test}"
+        later = {f"pytest.mark.{word}" for word in ("slow", "site", "long", "gpu")}
+        marks = [tests_of[file][function] for file, function in (test.split("::") for test in p["tests"])]
+        assert any(not marked & later for marked in marks), f"{name}: `make test` has no test of it"
 
 
 def test_formulas_become_html():

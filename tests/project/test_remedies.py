@@ -212,6 +212,7 @@ def _by_pattern(root: Path, make_wav: Any) -> list[str]:
 LAYOUTS = (_split_folders, _label_folders, _by_table, _by_pattern)
 
 
+@pytest.mark.slow
 @each("name", ["recordings", "it's 2 $HOME", "-x", "Kanäle; ls"])
 @each("layout", LAYOUTS)
 def test_what_scan_and_build_propose_runs(
@@ -360,6 +361,7 @@ TRAININGS: dict[str, tuple[dict[str, str], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @each("case", TRAININGS)
 def test_next_steps_of_a_training_run(case: str, tmp_path: Path, make_wav: Any, say: Say) -> None:
     sensors, options = TRAININGS[case]
@@ -404,6 +406,7 @@ def test_a_number_of_false_alarms_is_advised_where_scores_are_kept(
         assert say(*(places.get(w, w) for w in command), "--quiet")[0] == 0, command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "search"])
 def test_divisions_that_are_proposed_are_possible_for_the_command(
     command: str, tmp_path: Path, make_wav: Any, say: Say
@@ -496,6 +499,7 @@ PROPOSED: dict[str, tuple[Callable[[Path, Any], None], str, str, int]] = {
 }
 
 
+@pytest.mark.slow
 @each("case", PROPOSED)
 def test_what_an_error_proposes_works(case: str, tmp_path: Path, make_wav: Any, say: Say) -> None:
     make, line, pattern, wanted = PROPOSED[case]
@@ -611,6 +615,7 @@ def _in_turn(commands: Iterable[str], kinds: Iterable[str]) -> list[tuple[str, s
     return [*((first, name) for name in names), *turns]
 
 
+@pytest.mark.slow
 @each(("command", "variant"), _in_turn(COMMANDS_OF_PATHS, _variants("é")))
 def test_a_path_that_looks_like_another_one_is_answered_by_it(
     command: str, variant: str, tmp_path: Path, make_wav: Any, say: Say

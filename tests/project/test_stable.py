@@ -203,6 +203,7 @@ def test_data_set_is_as_stored(name: str, recordings: Path) -> None:
         assert found["file"] == wanted["file"]
 
 
+@pytest.mark.slow
 @each("name", DATA_SETS)
 def test_data_set_does_not_depend_on_folder_time_and_workers(
     name: str, recordings: Path, moved_recordings: Path
@@ -445,6 +446,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory, one_thread: None, few_trees: 
     return json_keys(tmp_path_factory.mktemp("keys"))
 
 
+@pytest.mark.slow
 @each("name", [*OF_JSON, "report.json", "timeline.json"])
 def test_no_key_of_json_is_missing(name: str, keys: dict[str, Any]) -> None:
     assert missing(stored("json_keys")[name], keys[name]) == []

@@ -81,6 +81,7 @@ def run(children: Server, places: Path, command: str, broken: str, new: Path) ->
     return done.status, done.out, done.err
 
 
+@pytest.mark.slow
 def test_status_with_broken_streams(children: Server, places: Path, tmp_path: Path) -> None:
     "Only a result that could not be stored changes the status: 3 where no space was left."
     usual: dict[str, tuple[int, str, str]] = {}

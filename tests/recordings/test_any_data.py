@@ -271,6 +271,7 @@ def test_every_encoding_in_one_folder(tmp_path: Path) -> None:
     assert r.summary["status_counts"] == {}
 
 
+@pytest.mark.slow
 @each("engine", cpu_engines())
 @each("files_per_batch", [1, 2, 7])
 def test_row_of_a_16_bit_file_does_not_depend_on_other_files_in_the_batch(

@@ -25,6 +25,7 @@ def tried_and_read(kind: str, seed: int, n: int) -> tuple[int, int]:
     return n_tried, n_read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "n"),
     [(1, 500_000), *(pytest.param(100 + k, 500_000, marks=pytest.mark.long) for k in range(10))],

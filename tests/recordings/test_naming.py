@@ -495,6 +495,7 @@ def test_blank_lines_above_the_header(tmp_path, above):
     assert (table.paths, table.labels, table.parts[0].sensor) == ([b"a.wav"], ["LEAK"], "H1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [32_767, 32_768])
 def test_too_many_labels_are_refused(tmp_path, n):
     "The wrong column was named label: each recording has its own."

@@ -760,6 +760,7 @@ def six(tmp_path: Path, make_wav) -> tuple[Path, bytes]:
     ).path.read_bytes()
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_where_compiled_code_cannot_be_stored(
     tmp_path: Path, six: tuple[Path, bytes]
 ) -> None:
@@ -770,6 +771,7 @@ def test_rows_are_the_same_where_compiled_code_cannot_be_stored(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "n_bytes", [pytest.param(0, marks=pytest.mark.long), pytest.param(40, marks=pytest.mark.long), 1 << 14]
 )

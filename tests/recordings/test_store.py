@@ -91,6 +91,7 @@ def test_urls_with_credentials_or_odd_parts_are_refused_without_being_shown(url)
 # ---------------------------------------------------------------- listings
 
 
+@pytest.mark.slow
 @each("options", [{}, {"split": "validation"}, {"pattern": "{label}/{sensor}~{*}~{start_time}~{gain}"}])
 def test_a_listing_of_objects_equals_that_of_the_folder(served, demo, options):
     url = served.put_folder(demo, "listing/demo")
