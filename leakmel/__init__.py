@@ -34,7 +34,7 @@ _PUBLIC = {
     "ExportResult": "core.export",
     "export_history": "extras.nightly.history",
     "card": "extras.formats",
-    "Card": "dataset.cards",
+    "Card": "core.export",
     "train": "detector.train.loop",
     "TrainResult": "detector.train.loop",
     "TrainSettings": "detector.model.settings",

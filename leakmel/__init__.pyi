@@ -28,7 +28,7 @@ from leakmel.extras.formats import export_dataset as export_dataset
 from leakmel.core.export import ExportResult as ExportResult
 from leakmel.extras.nightly.history import export_history as export_history
 from leakmel.extras.formats import card as card
-from leakmel.dataset.cards import Card as Card
+from leakmel.core.export import Card as Card
 from leakmel.detector.train.loop import train as train
 from leakmel.detector.train.loop import TrainResult as TrainResult
 from leakmel.detector.model.settings import TrainSettings as TrainSettings

@@ -12,9 +12,10 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from leakmel.core.timeline import Timeline
+if TYPE_CHECKING:
+    from leakmel.core.timeline import Timeline
 
 # %% ../../nbs/core/monitor.ipynb #0186309d
 SAMPLE_KEYS = {
@@ -247,7 +248,7 @@ class Monitor:
 
     def __init__(
         self,
-        timeline: Timeline,  # where the samples go
+        timeline: "Timeline",  # where the samples go
         interval_s: float = 0.1,  # seconds between samples, above 0
         device: str = "",  # that is watched: "cuda:1"; of other names, the first GPU
     ):

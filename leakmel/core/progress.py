@@ -312,3 +312,11 @@ def own_stream(fd: int, text: Any) -> Stream:
     new = io.TextIOWrapper(io.BufferedWriter(stream), getattr(text, "encoding", None), **how)
     setattr(sys, ("stdin", "stdout", "stderr")[fd], new)
     return stream
+
+# %% ../../nbs/core/progress.ipynb #90755b43
+def size_text(n_bytes: float) -> str:
+    "Format a number of bytes in kB, MB or GB (powers of ten)."
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:,.{2 if unit == 'GB' else 1 if n_bytes < 100 * factor else 0}f} {unit}"
+    return f"{n_bytes:,.0f} bytes"

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from leakmel.core.errors import DataError, UsageError
+from leakmel.core.progress import size_text
 
 # %% ../../nbs/core/timeline.ipynb #c83894d6
 def peak(
@@ -37,14 +38,6 @@ def mean(
     spans = [(b["time_s"] - a["time_s"], b[key]) for a, b in pairwise(samples) if b.get(key) is not None]
     weight = sum(seconds for seconds, _ in spans)
     return sum(seconds * value for seconds, value in spans) / weight if weight > 0 else peak(samples, key)
-
-# %% ../../nbs/core/timeline.ipynb #90755b43
-def size_text(n_bytes: float) -> str:
-    "Format a number of bytes in kB, MB or GB (powers of ten)."
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= factor:
-            return f"{n_bytes / factor:,.{2 if unit == 'GB' else 1 if n_bytes < 100 * factor else 0}f} {unit}"
-    return f"{n_bytes:,.0f} bytes"
 
 # %% ../../nbs/core/timeline.ipynb #4c10acda
 STAGE_MEANING = {

@@ -24,8 +24,7 @@ from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
 from leakmel.core.files import open_private, read_at, require_space, sealed, unsealed, write_at, write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import free_memory, usable_cores
-from leakmel.core.timeline import size_text
-from leakmel.core.progress import Progress, announce
+from leakmel.core.progress import Progress, announce, size_text
 from leakmel.core.store import StorePath
 from leakmel.core.threads import ThreadGroup, run_threads
 from leakmel.core.timeline import Timeline

@@ -19,14 +19,13 @@ from typing import Any
 import h5py, numpy as np
 
 from leakmel.recordings.conform import digests_of
+from leakmel.core import export
+from leakmel.core.export import ExportResult, require_package
 from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
-from leakmel.core.export import ExportResult, export_differs, parse_time, path_columns, require_package
-from leakmel.core.export import tree_size, write_table
 from leakmel.core.files import digest_of_file, read_own_json
 from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
-from leakmel.dataset import cards
 from leakmel.dataset.reader import MelDataset, damage_errors, open_dataset, read_rows
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE, data_set_name, file_columns, metadata_digest
 
@@ -117,7 +116,7 @@ def columns_of(
     page: dict[str, Any] = {"row": np.arange(start, stop), "split": [source.split] * (stop - start)}
     page |= {"label": [data.class_names[k] for k in labels.tolist()], "label_id": labels.astype(np.int16)}
     with damage_errors(data.path):
-        page |= path_columns(file["files/path"][start:stop].tolist())
+        page |= export.path_columns(file["files/path"][start:stop].tolist())
         page["row_digest"] = _values(file["digests/rows"], start, stop)
         page |= {name: _values(file[f"files/{name}"], start, stop) for name in column_names(data)}
         return page | {"silent": page["silent"].astype(bool)}
@@ -136,7 +135,7 @@ def rejected_pages(source: ExportSource) -> Iterator[dict[str, Any]]:
         stop = min(source.n_rejected, start + PAGE)
         with damage_errors(source.data.path):
             texts = {name: _values(group[name], start, stop) for name in ("code", "message")}
-            paths = path_columns(group["path"][start:stop].tolist())
+            paths = export.path_columns(group["path"][start:stop].tolist())
         yield {"split": [source.split] * (stop - start)} | paths | texts
 
 
@@ -345,7 +344,7 @@ def data_set_card(
 ) -> str:
     "Return the card, in Markdown, of data sets by their facts, one for each split; without a licence: not given."
     labels = list(dict.fromkeys(label for f in facts for label in f["labels"]))
-    return cards.filled(_CARD, facts=facts, labels=labels, name=name, license=license or cards.NOT_GIVEN)
+    return export.filled(_CARD, facts=facts, labels=labels, name=name, license=license or export.NOT_GIVEN)
 
 # %% ../../nbs/extras/formats.ipynb #f01d0005
 _KINDS = {  # functions of pyarrow.types -> types of schema.org; the first one that holds counts
@@ -391,12 +390,12 @@ def write_parquet(folder: Path, sources: Sequence[ExportSource], done: _Done) ->
 
     def pages() -> Iterator[dict[str, Any]]:
         for page in chain.from_iterable(map(column_pages, sources)):
-            page["start_time"], page["start_utc_offset_s"] = zip(*map(parse_time, page["start_time"]))
+            page["start_time"], page["start_utc_offset_s"] = zip(*map(export.parse_time, page["start_time"]))
             yield dict.fromkeys(schema.names, [None] * len(page["row"])) | page
 
-    write_table(folder / "files.parquet", schema, pages, done)
+    export.write_table(folder / "files.parquet", schema, pages, done)
     coded, text = pa.dictionary(pa.int32(), pa.string()), pa.string()
-    write_table(
+    export.write_table(
         folder / "rejected.parquet",
         pa.schema({"split": coded, "path": text, "path_base64": text, "code": coded, "message": text}),
         lambda: chain.from_iterable(map(rejected_pages, sources)),
@@ -451,7 +450,7 @@ def _blocks(source: ExportSource, start: int, stop: int) -> Iterator[tuple[dict[
 def _mel_pages(source: ExportSource, start: int, stop: int) -> Iterator[dict[str, Any]]:
     "Yield the columns of some rows, with mels."
     for page, mels in _blocks(source, start, stop):
-        page["start_time"], page["start_utc_offset_s"] = zip(*map(parse_time, page["start_time"]))
+        page["start_time"], page["start_utc_offset_s"] = zip(*map(export.parse_time, page["start_time"]))
         yield page | {"label": page["label_id"].astype(np.int64), "mel": nested_array(mels)}
 
 
@@ -472,7 +471,7 @@ def write_huggingface(folder: Path, sources: Sequence[ExportSource], done: _Done
         for k, start in enumerate(shards):
             pages = partial(_mel_pages, source, start, min(len(source), start + n_rows))
             name = f"{_split_name(source, sources)}-{k:05d}-of-{len(shards):05d}.parquet"
-            write_table(folder / "data" / name, schema, pages, done, coded)
+            export.write_table(folder / "data" / name, schema, pages, done, coded)
 
 
 def front_matter(sources: Sequence[ExportSource], license: str | None = None) -> str:
@@ -523,7 +522,7 @@ def write_webdataset(folder: Path, sources: Sequence[ExportSource], done: _Done)
                 found = ((m.name, tar.extractfile(m).read()) for m in tar)  # type: ignore[union-attr]
                 for member, right in zip_longest(found, _tar_members(*part)):
                     if member != right:
-                        raise export_differs(path, f"member {(right or member)[0]}")
+                        raise export.export_differs(path, f"member {(right or member)[0]}")
 
 # %% ../../nbs/extras/formats.ipynb #f0730007
 _AXES = ("row", "long_start_s", "short_start_s", "mel_hz", "frame")
@@ -544,7 +543,7 @@ def _write_array(group: Any, name: str, start: int, values: np.ndarray) -> None:
     found = group[name][rows]
     is_text = values.dtype.kind == "T"  # numbers are compared bit by bit
     if found.tolist() != values.tolist() if is_text else found.tobytes() != values.tobytes():
-        raise export_differs(Path(group.store.root), f"array {name} from row {start}")
+        raise export.export_differs(Path(group.store.root), f"array {name} from row {start}")
 
 
 def _write_columns(group: Any, folder: str, columns: Mapping[str, Any], n: int, pages: Iterable[Any]) -> None:
@@ -646,7 +645,7 @@ def _write_about(
     kind = "tar" if to == "webdataset" else "parquet"
     files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob(f"*.{kind}"))}
     read_schema = require_package("pyarrow.parquet").read_schema if kind == "parquet" else None
-    found = cards.croissant(
+    found = export.croissant(
         name,
         f"Log-mel spectrograms of recordings of pipes, with labels, as {to}.",
         {file: digest_of_file(path, "sha256") for file, path in files.items()},
@@ -655,7 +654,7 @@ def _write_about(
         license=license,
         record_sets=[record_set(file, read_schema(path)) for file, path in files.items() if read_schema],
     )
-    (folder / "croissant.json").write_text(cards.croissant_text(found), encoding="utf-8")
+    (folder / "croissant.json").write_text(export.croissant_text(found), encoding="utf-8")
 
 # %% ../../nbs/extras/formats.ipynb #f057000b
 def export_dataset(
@@ -695,7 +694,7 @@ def export_dataset(
         with new_folder(target, n_bytes) as folder, bar:
             write(folder, sources, bar.add)
             _write_about(folder, sources, to, show_path(Path(os.path.abspath(path)).name), license)
-            files, size = tree_size(folder)
+            files, size = export.tree_size(folder)
         return ExportResult(
             path=target,
             format=to,
@@ -708,14 +707,14 @@ def export_dataset(
         )
 
 # %% ../../nbs/extras/formats.ipynb #48e21f1c
-def _data_set_card(path: Path, license: str | None, progress: str) -> cards.Card:
+def _data_set_card(path: Path, license: str | None, progress: str) -> export.Card:
     "Make the card of a data set, or of the data sets of a folder."
     with ExitStack() as opened:
         sources = open_sources(path, opened)
-        digests = cards.card_digests([s.data.path for s in sources], progress)
+        digests = export.card_digests([s.data.path for s in sources], progress)
         facts = [data_set_facts(s) | {"sha256": digests[show_path(s.data.path.name)]} for s in sources]
     counts = ", ".join(f"{f['split']} {f['rows']:,}" for f in facts)
-    metadata = cards.croissant(
+    metadata = export.croissant(
         path.name,
         f"Log-mel spectrograms of recordings of pipes, with labels, for the detection of leaks. Rows: {counts}.",
         digests,
@@ -724,7 +723,7 @@ def _data_set_card(path: Path, license: str | None, progress: str) -> cards.Card
         date=str(facts[0].get("built", ""))[:10],
         license=license,
     )
-    return cards.Card(data_set_card(facts, show_path(path.name), license), metadata)
+    return export.Card(data_set_card(facts, show_path(path.name), license), metadata)
 
 
 def _is_data_set(path: Path) -> bool:
@@ -751,7 +750,7 @@ def card(
     # that is replaced, else not given
     license: str | None = None,
     progress: str = "auto",  # as for `core.progress.Progress`
-) -> cards.Card:  # raises DataError, VerifyError, OutputError
+) -> export.Card:  # raises DataError, VerifyError, OutputError
     "Make the card of a data set or detector, and its metadata in Croissant."
     given = Path(os.path.abspath(path))
     is_model = not _is_data_set(given)
@@ -763,10 +762,10 @@ def card(
     make = card_of_model if is_model else _data_set_card
     if out is None:
         return make(given, license, progress)
-    paths = [output_path(out) / name for name in cards.card_names(given, is_model)]
-    kept, metadata = cards.given_before(*paths)
+    paths = [output_path(out) / name for name in export.card_names(given, is_model)]
+    kept, metadata = export.given_before(*paths)
     made = make(given, license or kept, progress)
     more = {name: value for name, value in metadata.items() if name not in made.metadata}
-    made = cards.Card(made.markdown, {**made.metadata, **more}, *paths)
+    made = export.Card(made.markdown, {**made.metadata, **more}, *paths)
     made.write(*paths)
     return made

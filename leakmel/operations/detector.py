@@ -15,21 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import leakmel as lm
 from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
-from leakmel.core.operation import (
-    Operation,
-    Outcome,
-    RowTable,
-    Run,
-    Texts,
-    newest_run,
-    operation,
-    option,
-    refuse_unused,
-    run_folder,
-    runs_folder,
-    user_path,
-    write_summary,
-)
+from leakmel.core.operation import Operation, Outcome, RowTable, Run, Texts, newest_run, operation
+from leakmel.core.operation import option, refuse_unused, run_folder, runs_folder, user_path, write_summary
 from leakmel.core.progress import wrap_text
 from leakmel.detector.model.settings import CheckpointSettings, Metric, TrainSettings
 

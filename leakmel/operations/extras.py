@@ -857,7 +857,7 @@ class Cache(Operation):
     unused_days: float = option(0, metavar="N")
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.core.timeline import size_text
+        from leakmel.core.progress import size_text
         from leakmel.dataset.modes import cache_folder, clear_cache, list_cache
 
         folder, is_list = cache_folder(self.cache_dir), self.what == "list"

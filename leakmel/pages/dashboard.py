@@ -20,7 +20,8 @@ import numpy as np
 
 from leakmel.recordings.problems import ProblemReport, how_many, format_counts, show_place
 from leakmel.core.errors import DataError, LeakmelError, UsageError, show_path
-from leakmel.core.timeline import mean, peak, size_text
+from leakmel.core.progress import size_text
+from leakmel.core.timeline import mean, peak
 from leakmel.core.files import read_own_json
 from leakmel.core.parameters import Kinds
 from leakmel.core.operation import runs_folder, user_path

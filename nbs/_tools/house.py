@@ -21,13 +21,13 @@ RINGS = {
     "ring 3": ["extras", "operations/extras.py"],
     "command line": ["cli.py", "__init__.py", "__main__.py"],
 }
-# At most this much of each. A figure that fell takes its budget with it; no budget is ever raised, except where statements move between rings: the
-# commands left the command line for the rings of what they do.
+# At most this much of each. A figure that fell takes its budget with it; no budget is ever raised, except where statements move between rings: tables
+# and cards went inwards, the exports and the commands of extras outwards.
 BUDGETS = {
-    "statements": 26_998,  # only goes down
-    "statements, rings 0 and 1": 14_274,  # only goes down
-    "statements, ring 2": 7_107,  # only goes down
-    "statements, ring 3": 5_394,  # only goes down
+    "statements": 26_991,  # only goes down
+    "statements, rings 0 and 1": 14_423,  # only goes down
+    "statements, ring 2": 6_474,  # only goes down
+    "statements, ring 3": 5_871,  # only goes down
     "statements, command line": 223,  # only goes down
     "lines": 48_280,  # only goes down
     "modules": 95,  # only goes down

@@ -203,6 +203,7 @@ def test_splits_against_the_folders(demo, data, tmp_path):
 # ---- a stranger's paths
 
 
+@pytest.mark.slow
 @each("step", [b"a" * 3000, b"a" * 250 + b"/", b"a1_" * 60 + b"/"])
 @each(
     "pattern",

@@ -172,6 +172,7 @@ def test_cache_file_is_made_once_and_opened_later(tmp_path, mixed, monkeypatch, 
     assert "exists" in auto.summary["mode_lines"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

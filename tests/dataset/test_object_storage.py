@@ -231,6 +231,7 @@ def _size(tmp_path: Path) -> int:
     return total
 
 
+@pytest.mark.slow
 def test_all_splits_waveforms_and_a_label_folder(url, demo, tmp_path):
     there = lm.build_all(url, out_dir=tmp_path / "a", with_waveforms=True, **QUIET)
     here = lm.build_all(demo, out_dir=tmp_path / "b", with_waveforms=True, **QUIET)
@@ -241,6 +242,7 @@ def test_all_splits_waveforms_and_a_label_folder(url, demo, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_parts_and_processes_of_a_cluster(url, whole, tmp_path):
     for k in (2, 1, 3):
         build_part(url, part=(k, 3), split="training", out=tmp_path / "p.h5", **QUIET)
@@ -359,6 +361,7 @@ def test_objects_that_vanish_or_change_in_mid_build_are_rejected(
     assert changed in keys_of(own_url, again.path)
 
 
+@pytest.mark.slow
 def test_a_join_reads_changed_objects_again(own_url, demo, served, tmp_path):
     for k in (1, 2):
         build_part(own_url, part=(k, 2), split="training", out=tmp_path / "p.h5", **QUIET)

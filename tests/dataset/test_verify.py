@@ -207,6 +207,7 @@ def wrong_rows(f: h5py.File, data: Path, change: Callable[[np.ndarray, dict], np
         f["segments_mel"][k] = change(fit(*read(os.path.join(os.fsencode(data), p)), config), config)
 
 
+@pytest.mark.slow
 @each(
     ("name", "change"),
     [

@@ -22,7 +22,7 @@ from leakmel.recordings.demo import write_wav
 from leakmel.cli import main
 from leakmel.operations.detector import Predict
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, SpaceError
-from leakmel.dataset.cards import croissant_text
+from leakmel.core.export import croissant_text
 from leakmel.detector.model.cards import update_card
 from leakmel.detector.data.segments import make_task
 from leakmel.detector.model.card import EvaluationRecord
@@ -203,7 +203,7 @@ def test_card_replaces_cards_only(model: Path, tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as m:
-        m.setattr("leakmel.dataset.cards.croissant_text", disk_full)
+        m.setattr("leakmel.core.export.croissant_text", disk_full)
         with pytest.raises(SpaceError):
             lm.card(model, out=tmp_path, license="MIT", progress="none")
     assert "MIT" not in (tmp_path / "model_card.md").read_text(), "not without its metadata"

@@ -186,6 +186,7 @@ def test_signal_is_delivered_after_a_checkpoint_with_a_resume_hint(
     assert_same(out, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["device", "stream"])
 def test_any_loader_resumes_within_an_epoch(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any

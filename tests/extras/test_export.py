@@ -28,6 +28,7 @@ from leakmel.core.errors import (
     UsageError,
     VerifyError,
 )
+from leakmel.core.export import NOT_GIVEN
 from leakmel.extras import formats
 from leakmel.dataset.schema import FILE_COLUMNS, Metadata, Rejected, create_parts, open_file, root_attributes
 from leakmel.dataset.schema import metadata_digest, write_metadata
@@ -259,7 +260,7 @@ def test_card_of_an_export_has_no_html_link_or_image(exports: Path) -> None:
         bare = text.replace("\\\\", "").replace("\\<", "").replace("\\[", "").replace("\\|", "")
         assert "<" not in bare
         assert "](" not in bare.replace("\\]", "")
-        assert f"Licence: {formats.data_set_card.__globals__['NOT_GIVEN']}" in text
+        assert f"Licence: {NOT_GIVEN}" in text
 
 
 # ---- an output is complete or absent

@@ -332,7 +332,7 @@ def test_deep_json_and_names_that_are_no_text_are_a_record_of_another_form(
 
 
 def test_the_target_is_looked_at_again_when_it_is_locked(server: RecordServer, tmp_path: Path) -> None:
-    before = lm.sets.fetch.require_licence  # type: ignore[attr-defined]
+    before = lm.extras.sets.fetch.require_licence  # type: ignore[attr-defined]
 
     def other_process(*given: object) -> None:
         (tmp_path / "set").mkdir()
@@ -340,7 +340,7 @@ def test_the_target_is_looked_at_again_when_it_is_locked(server: RecordServer, t
         before(*given)
 
     with (
-        mock.patch.object(lm.sets.fetch, "require_licence", other_process),  # type: ignore[attr-defined]
+        mock.patch.object(lm.extras.sets.fetch, "require_licence", other_process),  # type: ignore[attr-defined]
         raises("output-exists", OutputError, path=tmp_path / "set"),
     ):
         fetch(tmp_path)

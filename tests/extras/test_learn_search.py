@@ -145,6 +145,7 @@ class Staged:
 # ---- what it does --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_first_trial_has_the_base_settings(sets: Path, right: SearchResult, tmp_path: Path) -> None:
     assert right.base.changes == {
         "learning_rate": 0.01,
@@ -270,6 +271,7 @@ def test_verdict(before: list[float], after: list[float], better: bool | None) -
 # ---- pruning, failing, time ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_worse_trials_are_pruned(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staged = Staged(monkeypatch, lambda s, n: 0.9 - abs(s.dropout - 0.3) + 0.01 * n)
     settings = replace(STAGED, epochs=4)
@@ -528,6 +530,7 @@ def twice(function: Any, task: Any, *args: Any) -> Any:
     return function(task, *args)
 
 
+@pytest.mark.slow
 def test_task_of_a_lost_worker_is_continued_by_another(
     sets: Path, right: SearchResult, tmp_path: Path
 ) -> None:
@@ -856,6 +859,7 @@ def test_search_starts_over_with_resume_never(sets: Path, right: SearchResult, t
     assert (out / "search.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_search_interrupted_while_starting_over_can_start_over_again(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,6 +162,7 @@ def test_each_kind_equals_predict(detectors, recordings, kind, tmp_path):
     assert np.allclose(alone, outputs["probability"][:3], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_vote_and_a_steep_isotonic_calibration(detectors, recordings, tmp_path):
     detector = replace(detectors["cnn"], vote="frac_vote", share=0.3, held_out=held_out(1200))
     done = lm.export_onnx(detector, tmp_path / "a.onnx", recordings=recordings, most=6, progress="none")
@@ -322,6 +323,7 @@ def test_metadata(detectors, tmp_path):
     assert again.path.read_bytes() == content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cnn", "blend"])
 def test_int8(detectors, recordings, kind, tmp_path):
     file = detectors[kind].save(tmp_path / "model.pt")

@@ -107,6 +107,7 @@ def test_settings_change_no_byte(mixed: Path, tmp_path: Path, right: list[bytes]
     assert contents(build(mixed, tmp_path, **SETTINGS[name])) == right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "n_devices"),
     [

@@ -142,6 +142,7 @@ def check_header(content: bytes) -> WavHeader | None:
     return header
 
 
+@pytest.mark.slow
 @fuzz(1500)
 @given(mutated(OWN + FOREIGN))
 def test_mutated_headers(content: bytes) -> None:

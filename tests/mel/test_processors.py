@@ -111,6 +111,7 @@ def test_the_probe_tells_bits_and_versions_apart(monkeypatch: pytest.MonkeyPatch
         assert engine_probe(engine) == here
 
 
+@pytest.mark.slow
 def test_identities_of_the_torch_engine(probes: list[dict[str, list[str]]]) -> None:
     "MKL and NumPy choose their code by the processor."
     here, again, other = probes

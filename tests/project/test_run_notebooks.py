@@ -134,6 +134,7 @@ def test_tune_and_doctor(made: Path) -> None:
     assert all(c["figures"]["n_wrong"] == 0 for c in summary["checks"] if "n_wrong" in c["figures"])
 
 
+@pytest.mark.slow
 def test_correlate(made: Path) -> None:
     done, summary = run(made, "correlate", distance_m=100.0, out=made / "correlate")
     assert summary["verdict"] == "leak"

@@ -56,6 +56,7 @@ def counted(result: lm.BuildResult) -> None:
 # -- rates --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each("preset", ["disjoint", "overlap"])
 @each("rate", RATES)
 def test_the_rate_of_the_data(tmp_path: Path, rate: int, preset: str) -> None:

@@ -170,6 +170,7 @@ def share(samples: np.ndarray) -> float:
     )
 
 
+@pytest.mark.slow
 @each("dtype", [np.int16, np.float32])
 @each("n_channels", [2, 3, 8, 64])
 def test_opposite_phase_is_flagged_below_one_percent_of_the_energy(dtype: type, n_channels: int) -> None:

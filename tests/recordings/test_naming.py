@@ -138,6 +138,7 @@ def as_expression(pattern: str) -> str:
     return out
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.sampled_from(
@@ -740,6 +741,7 @@ def test_table_of_twenty_thousand_rows(tmp_path):
 # ---- groups ------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_grouping_many_labels(tmp_path):
     (tmp_path / "t.csv").write_text(
         "path,label,sensor,split\n"
@@ -912,6 +914,7 @@ def test_without_its_table_the_labels_of_a_data_set_are_not_compared(by_table):
         assert report.to_dict()["labels_compared"] is False
 
 
+@pytest.mark.slow
 @each(
     ("name", "change", "word"),
     [
@@ -961,6 +964,7 @@ def test_table_changed_after_the_build_is_reported(by_table, copy, name, change,
     bad(lm.verify(path, table=file), word)
 
 
+@pytest.mark.slow
 @each(
     ("name", "change", "word"),
     [
@@ -1058,6 +1062,7 @@ PATTERN_NAMES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_build_from_a_pattern(tmp_path):
     data = tmp_path / "data"
     put(data, *PATTERN_NAMES, "notes.wav")

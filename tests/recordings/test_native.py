@@ -421,6 +421,7 @@ def test_a_computation_that_fails_leaves_its_recording_to_python(tmp_path: Path)
     assert outcomes.tolist() == [READ, USE_FALLBACK, READ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waveforms", [False, True])
 def test_a_build_is_the_same_when_rows_are_computed_after_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waveforms: bool

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import leakmel as lm
-from leakmel.recordings import problems as problems_module
+from leakmel.recordings import listing as listing_module, problems as problems_module
 from leakmel.recordings.manifest import scan
 from leakmel.recordings.listing import FILES_PER_TASK, read_content
 from leakmel.recordings.problems import (
@@ -633,7 +633,7 @@ def test_reading_reports_progress_and_holds_one_file_for_each_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     healthy(tmp_path, 5 * FILES_PER_TASK)
-    real, lock, running, most, counts = problems_module.read_facts, threading.Lock(), [0], [0], []
+    real, lock, running, most, counts = listing_module.read_facts, threading.Lock(), [0], [0], []
 
     def watched(path: bytes) -> tuple:
         with lock:
@@ -650,9 +650,9 @@ def test_reading_reports_progress_and_holds_one_file_for_each_thread(
             counts.append(n_done)
             super().update(n_done, note)
 
-    monkeypatch.setattr(problems_module, "read_facts", watched)
-    monkeypatch.setattr(problems_module, "Progress", Watched)
-    monkeypatch.setattr(problems_module, "usable_cores", lambda: 3)
+    monkeypatch.setattr(listing_module, "read_facts", watched)
+    monkeypatch.setattr(listing_module, "Progress", Watched)
+    monkeypatch.setattr(listing_module, "usable_cores", lambda: 3)
     table, problems = read_content(scan(tmp_path).listings, progress="none")
     assert len(table) == counts[-1] == 5 * FILES_PER_TASK
     assert counts == sorted(counts)
@@ -671,8 +671,8 @@ def test_a_failing_machine_stops_the_reading(
         calls.append(path)
         raise error
 
-    monkeypatch.setattr(problems_module, "read_facts", fail)
-    monkeypatch.setattr(problems_module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(listing_module, "read_facts", fail)
+    monkeypatch.setattr(listing_module, "usable_cores", lambda: 2)
     with pytest.raises(type(error)):
         read_content(scan(tmp_path).listings, progress="none")
     assert len(calls) < 30, "what has not begun does not begin"

@@ -317,6 +317,7 @@ def test_prefetch_loads_files_into_the_page_cache_and_counts_bytes(data: Path) -
 # ---- builds
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_prefetch(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Cold and warm, with any window and without, in every mode."
     real, n_wanted, until = BatchReader.fill, 0, time.monotonic() + 60

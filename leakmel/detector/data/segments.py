@@ -23,8 +23,7 @@ from leakmel.recordings.wav import Recording
 from leakmel.core.comparison import likely_leak, text_key
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
 from leakmel.core.monitor import free_memory
-from leakmel.core.timeline import size_text
-from leakmel.core.progress import DelayedProgress
+from leakmel.core.progress import DelayedProgress, size_text
 from leakmel.dataset.reader import MelDataset, open_dataset, read_rows
 from leakmel.dataset.writer import map_in_order
 from leakmel.mel.spec import MelSpec

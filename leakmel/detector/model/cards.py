@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from leakmel.core import export
 from leakmel.core.errors import show_path
 from leakmel.core.files import write_whole
-from leakmel.dataset import cards
 
 if TYPE_CHECKING:
     from leakmel.detector.model.detector import Detector
@@ -128,7 +128,7 @@ def model_card(
     scores = detector.held_out
     if scores is not None and scores.truth.all():  # no threshold and no calibration follow from them
         scores = None
-    return cards.filled(
+    return export.filled(
         _MODEL_CARD.lstrip(),
         d=detector,
         name=name,
@@ -138,24 +138,24 @@ def model_card(
         calibration=None if scores is None else fit_calibration(scores),
         # HTML and links are escaped, the commands of a step stay code
         steps=[Markup(re.sub(r"([<>\[\]])", r"\\\1", show_path(step))) for step in steps_of(detector)],
-        license=license or cards.NOT_GIVEN,
+        license=license or export.NOT_GIVEN,
         digest=digest,
     )
 
 
 def is_card(f: BinaryIO) -> bool:
     "Whether a file is a model card."
-    return f.read(len(cards.MODEL_TITLE)) == cards.MODEL_TITLE.encode()
+    return f.read(len(export.MODEL_TITLE)) == export.MODEL_TITLE.encode()
 
 
-def card_of_model(path: Path, license: str | None, progress: str) -> cards.Card:
+def card_of_model(path: Path, license: str | None, progress: str) -> export.Card:
     "Make the card of a detector."
     from leakmel.detector.model.card import evaluation_text
     from leakmel.detector.model.detector import load_detector
 
     detector = load_detector(path)
-    digests = cards.card_digests([path], progress)
-    metadata = cards.croissant(
+    digests = export.card_digests([path], progress)
+    metadata = export.croissant(
         path.name,
         f"Leak detector ({detector.kind}) for recordings of pipes. {evaluation_text(detector.evaluations)}.",
         digests,
@@ -164,7 +164,7 @@ def card_of_model(path: Path, license: str | None, progress: str) -> cards.Card:
         license=license,
         keywords=("leak detection", "acoustics", "detector"),
     )
-    return cards.Card(
+    return export.Card(
         model_card(detector, path.name, license=license, digest=digests[show_path(path.name)]), metadata
     )
 
@@ -173,12 +173,12 @@ def update_card(detector: "Detector", model: Path) -> Path:  # raises OutputErro
     "Write the card next to a model file again, and its metadata where there are any; what a user added to them stays."
     from leakmel.detector.model.files import require_kind
 
-    path, metadata_path = (model.parent / name for name in cards.card_names(model, True))
-    license, metadata = cards.given_before(path, metadata_path)
+    path, metadata_path = (model.parent / name for name in export.card_names(model, True))
+    license, metadata = export.given_before(path, metadata_path)
     if license is None and not metadata:
         require_kind(path, "model card", is_card)
         return write_whole(path, model_card(detector, model.name))
     made = card_of_model(model, license, "none")
     more = {name: value for name, value in metadata.items() if name not in made.metadata}
-    cards.Card(made.markdown, {**made.metadata, **more}).write(path, metadata_path)
+    export.Card(made.markdown, {**made.metadata, **more}).write(path, metadata_path)
     return path

@@ -36,8 +36,7 @@ from leakmel.core.errors import (
     show_path,
 )
 from leakmel.core.monitor import free_memory, usable_cores
-from leakmel.core.timeline import size_text
-from leakmel.core.progress import DelayedProgress, Progress
+from leakmel.core.progress import DelayedProgress, Progress, size_text
 from leakmel.core.store import LocalCopies
 from leakmel.core.threads import ThreadGroup, run_threads
 from leakmel.dataset.schema import Rejected

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from leakmel.core.errors import DataError, missing_remedy, show_path
 from leakmel.core.locks import lock_kind
 from leakmel.core.monitor import cgroup_limits, cpu_quota, free_memory, usable_cores, wsl_version
-from leakmel.core.timeline import size_text
+from leakmel.core.progress import size_text
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
