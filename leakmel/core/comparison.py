@@ -56,10 +56,15 @@ def match_texts(
     return found
 
 
-def likely_leak(labels: Sequence[str]) -> str:  # the first one where none is likelier
-    "Return the label that is part of all others, as LEAK is of NO_LEAK."
-    keys = [text_key(label).casefold() for label in labels]
-    return next((label for label, key in zip(labels, keys) if all(key in other for other in keys)), labels[0])
+_LEAK = "(?!no|without|kein|ohne|sans|sin|senza|sem|geen).*(le[ac]?k|fuite|fuga|perdita|vazamento|burst)"
+
+
+def likely_leak(labels: Sequence[str]) -> str:  # empty: none is, or several are
+    "Return the label of leaks by its name: part of all others, as LEAK is of NO_LEAK, or the only one that says leak."
+    keys = {text_key(label).casefold(): label for label in labels}
+    part = [key for key in keys if len(keys) > 1 and all(key in other for other in keys)]
+    says = part or [key for key in keys if re.match(_LEAK, key)]
+    return keys[says[0]] if len(says) == 1 else ""
 
 # %% ../../nbs/core/comparison.ipynb #0c751895
 def text_column(

@@ -480,8 +480,7 @@ def _copy_rows(
     return known[fine]
 
 # %% ../../nbs/dataset/job.ipynb #9fcc0fed
-_REPORTS = (".{}.timeline.json.new", ".{}.report.json.new", "..{}.state.new")
-_LEFTOVERS = (".{}.partial", ".{}.partial.gz", ".{}.journal", *_REPORTS)
+_LEFTOVERS = ".{}.partial .{}.partial.gz .{}.journal .{}.timeline.json.new .{}.report.json.new ..{}.state.new"
 
 
 def _new_job(run: BuildContext, target: Target, start: str) -> Job:
@@ -532,7 +531,7 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
     job.published_s = run.timeline.now_s()
     job.changes = existing.changes
     with delayed_signals():
-        for name in _LEFTOVERS:
+        for name in _LEFTOVERS.split():
             with suppress(OSError):
                 path.with_name(name.format(path.name)).unlink(missing_ok=True)
     return job

@@ -70,7 +70,6 @@ class Stream:
             self.raw.record_event(event.raw)
 
 # %% ../../nbs/mel/device.ipynb #d858482f
-_LOG = logging.getLogger("leakmel")
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -145,7 +144,7 @@ class Device:
                 return other
         if not self._has_warned:
             self._has_warned = True
-            _LOG.warning(
+            logging.getLogger("leakmel").warning(
                 "CUDA could not pin %d MB of host memory in addition to %d MB (error %d), so copies to and from %s will be slower. "
                 "Lower max_bytes_in_flight, or let this system pin more memory.",
                 made.nbytes >> 20,

@@ -462,8 +462,11 @@ class Build(WithFeatures):
         if results[0].rows:
             made = results[0].path.parent if self.split == "all" else results[0].path
             labels = results[0].summary["label_names"]
-            named = any(label.casefold() == "leak" for label in labels)
-            leak = "" if named else f" --leak-label {quote(likely_leak(labels))}"
+            likely = next((label for label in labels if label.casefold() == "leak"), likely_leak(labels))
+            leak = "" if likely.casefold() == "leak" else f" --leak-label {quote(likely or 'LABEL')}"
+            if not likely:
+                found = ", ".join(map(show_path, labels[:8]))
+                lines.append(f"No label names leaks: {found}. Folders that are no labels: --table FILE")
             lines.append(f"next: leakmel train {quote(show_path(made))} --out detector{leak}")
         return Outcome(results, body | report, "\n".join(lines))
 

@@ -20,16 +20,8 @@ from leakmel.recordings import conform, wav
 from leakmel.recordings.naming import SPLITS, NameParts, Naming, columns_of_names, split_name
 from leakmel.recordings.problems import FACTS, Columns, Problem, how_many, read_facts, show_place
 from leakmel.core.comparison import text_column
-from leakmel.core.errors import (
-    DataError,
-    LeakmelError,
-    MachineError,
-    RecordingError,
-    UsageError,
-    explain,
-    missing_remedy,
-    show_path,
-)
+from leakmel.core.errors import DataError, LeakmelError, MachineError, RecordingError, UsageError
+from leakmel.core.errors import explain, missing_remedy, show_path
 from leakmel.core.monitor import usable_cores
 from leakmel.core.progress import Progress
 from leakmel.core.store import LocalCopies, StorePath, absolute_folder, list_objects, names_in

@@ -19,6 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 from each import each
 
@@ -28,6 +29,7 @@ from leakmel import cli
 from leakmel.cli import main
 from leakmel.dataset.pipeline import PipelineConfig
 from independent import check, leftovers, walk
+from leakmel.recordings.demo import write_wav
 from prose import words_in
 
 
@@ -715,3 +717,24 @@ def test_a_terminal_of_80_columns(data, tmp_path):
     assert "PERFORMANCE ANALYSIS" not in words
     status, full = on_terminal(80, "build", data, "--out", tmp_path / "y.h5", "--analysis", "full")
     assert (status, "PERFORMANCE ANALYSIS" in full) == (0, True)
+
+
+@each(
+    ("labels", "next_words", "is_said"),
+    [
+        (("LEAK", "NO_LEAK"), "--out detector", False),
+        (("kein Leck", "Leck"), "--out detector --leak-label Leck", False),
+        (("clips_5s", "recordings"), "--out detector --leak-label LABEL", True),
+    ],
+)
+def test_a_build_says_which_label_names_leaks(tmp_path, capsys, labels, next_words, is_said):
+    "Folders that are no labels are no advice for a training."
+    for k in range(8):
+        path = tmp_path / "own" / labels[k % 2] / f"{k}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_wav(path, np.random.default_rng(k).integers(-900, 900, 4096).astype(np.int16), 4096)
+    words = [os.fspath(tmp_path / "own"), "--out", os.fspath(tmp_path / "x.h5"), "--quiet", "--check", "2"]
+    assert main(["build", *words]) == 0
+    said = capsys.readouterr().out.strip().splitlines()
+    assert said[-1].endswith(next_words)
+    assert any(line.startswith("No label names leaks: ") for line in said) == is_said

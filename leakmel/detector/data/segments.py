@@ -118,7 +118,7 @@ def make_task(
 ) -> Task:  # raises UsageError for unknown labels, and if fewer than two classes are left
     "Create the task of classifying the labels of a data set."
     names = tuple(class_names)
-    remedy = f"name the label of leaks, for example leak_label='{likely_leak(names)}'" if names else ""
+    remedy = f"name the label of leaks: leak_label='{likely_leak(names) or 'LABEL'}'" if names else ""
     leak = find_label(leak_label, names, remedy)
     out = {find_label(name, class_names) for name in leave_out}
     if leak in out:
