@@ -76,7 +76,6 @@ FIRST = (
     "small_sets",
     "public_sets",
     "correct_labels",
-    "nightly_visits",
     "locate_leaks",
     "open_formats",
     "cluster",
