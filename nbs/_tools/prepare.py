@@ -79,8 +79,6 @@ FIRST = (
     "locate_leaks",
     "open_formats",
     "cluster",
-    "object_storage",
-    "onnx",
     "first_build",
     "first_detector",
     "retraining",
