@@ -23,7 +23,7 @@ QUESTIONS = {
     "GPU": "explanations/gpu_path",
     "exit status": "tutorials/every_night",
     "slurm": "guides/cluster",
-    "bucket": "guides/object_storage",
+    "bucket": "guides/cluster",
     "HDF5 format": "explanations/file_format",
     "confidence interval": "explanations/evaluation",
     "out of memory": "explanations/training",
