@@ -86,7 +86,6 @@ FIRST = (
     "speed",
     "evaluation",
     "training",
-    "resume",
     "file_format",
     "promises",
     "troubleshooting",
