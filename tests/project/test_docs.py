@@ -261,7 +261,7 @@ def test_pages_in_a_browser(site, page):
         "api/mel/spec": 0,
         "api/names": 0,
         "explanations/rejected_files": 0,
-        "explanations/gpu_path": 0,
+        "explanations/speed": 0,
         "explanations/promises": 0,
     }
     for name, n_figures in n_figures_of.items():
