@@ -400,7 +400,7 @@ def test_command(detectors, recordings, tmp_path, capsys):
 
 def example() -> str:
     "The example of the guide."
-    nb = json.loads((ROOT / "nbs" / "guides" / "onnx.ipynb").read_text(encoding="utf-8"))
+    nb = json.loads((ROOT / "nbs" / "guides" / "open_formats.ipynb").read_text(encoding="utf-8"))
     (found,) = [s for c in nb["cells"] if (s := "".join(c["source"])).startswith("# score_wav.py")]
     return found
 

@@ -1,4 +1,4 @@
-"Commands of the guide to clusters, for the tests that run them."
+"Commands of the guide to many machines, for the tests that run them."
 
 import json
 import os
