@@ -16,7 +16,7 @@ SKIP  := ^([_.]|out.*\.ipynb|($(subst $(empty) $(empty),|,$(RUN_NOTEBOOKS)))\.ip
 # be asked for before anything imports triton, and torch's optimisers do.
 LACKS   = $(shell $(BIN)/python -c "import importlib.util as u; print('' if u.find_spec('$1') else 'yes')" 2>/dev/null)
 UNMET   = $(call LACKS,triton)
-PYARROW := formats tables history predict open_formats
+PYARROW := export formats tables history predict open_formats
 TABLES  = $(if $(call LACKS,pyarrow),|^($(subst $(empty) $(empty),|,$(PYARROW)))\.ipynb)
 # A library notebook may share its name with a run notebook (nbs/extras/search.ipynb): these are named one by one.
 NAMESAKES := $(filter-out nbs/benchmarks/%,$(wildcard $(foreach name,$(RUN_NOTEBOOKS),nbs/*/$(name).ipynb nbs/*/*/$(name).ipynb)))

@@ -18,37 +18,16 @@ from leakmel.core.operation import Operation, Run, add_options, commands_help, m
 from leakmel.core.parameters import answer_unknown
 from leakmel.core.progress import line_width, own_stream, print_error, wrap_text
 from leakmel.core.threads import machine_error, safe_module_path
-from leakmel.operations.data import Build, Demo, Join, Scan, Verify
-from leakmel.operations.detector import Evaluate, Predict, Train
-from leakmel.operations.extras import (
-    Bench,
-    Cache,
-    Card,
-    Correlate,
-    Doctor,
-    Embed,
-    Export,
-    Fetch,
-    Init,
-    Labels,
-    Nightly,
-    Page,
-    Retrain,
-    Review,
-    Search,
-    Similar,
-    Suggest,
-    Tune,
-)
+from leakmel.operations import data, detector, extras
 
 # in the order of the help
 GROUPS: dict[str, tuple[type[Operation], ...]] = {
-    "start": (Init, Demo),
-    "data": (Fetch, Scan, Build, Join, Verify),
-    "detector": (Train, Search, Evaluate, Predict, Retrain),
-    "field": (Nightly, Review, Suggest, Similar, Embed, Correlate),
-    "exchange": (Export, Card, Labels, Page),
-    "machine": (Doctor, Tune, Bench, Cache),
+    "start": (extras.Init, data.Demo),
+    "data": (extras.Fetch, data.Scan, data.Build, data.Join, data.Verify),
+    "detector": (detector.Train, extras.Search, detector.Evaluate, detector.Predict, extras.Retrain),
+    "field": (extras.Nightly, extras.Review, extras.Suggest, extras.Similar, extras.Embed, extras.Correlate),
+    "exchange": (extras.Export, extras.Card, extras.Labels, extras.Page),
+    "machine": (extras.Doctor, extras.Tune, extras.Bench, extras.Cache),
 }
 OPERATIONS: dict[str, type[Operation]] = {
     cls.command.name: cls for classes in GROUPS.values() for cls in classes

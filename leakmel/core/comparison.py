@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/core/comparison.ipynb #ck440003
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 # %% ../../nbs/core/comparison.ipynb #ck440005
@@ -56,15 +56,20 @@ def match_texts(
     return found
 
 
-_LEAK = "(?!no|without|kein|ohne|sans|sin|senza|sem|geen).*(le[ac]?k|fuite|fuga|perdita|vazamento|burst)"
+_LEAK = re.compile(
+    "leak(s|y|ing|age)?|leck(s|age)?|lek(ken|kage)?|fuites?|fugas?|perdit[ae]|vazamentos?|bursts?"
+)
+_NO = (
+    "no non not without free kein keine ohne nicht frei sans pas aucune sin ningun senza nessuna sem não geen"
+)
 
 
-def likely_leak(labels: Sequence[str]) -> str:  # empty: none is, or several are
-    "Return the label of leaks by its name: part of all others, as LEAK is of NO_LEAK, or the only one that says leak."
-    keys = {text_key(label).casefold(): label for label in labels}
-    part = [key for key in keys if len(keys) > 1 and all(key in other for other in keys)]
-    says = part or [key for key in keys if re.match(_LEAK, key)]
-    return keys[says[0]] if len(says) == 1 else ""
+def likely_leaks(labels: Iterable[str]) -> list[str]:
+    "Return the labels that name leaks by a word of their own and do not negate it (English, German, Dutch, French, Spanish, Italian, Portuguese)."
+    words = {label: {*re.findall(r"[^\W\d_]+", text_key(label).casefold())} for label in labels}
+    return [
+        label for label, own in words.items() if any(map(_LEAK.fullmatch, own)) and not own & {*_NO.split()}
+    ]
 
 # %% ../../nbs/core/comparison.ipynb #0c751895
 def text_column(

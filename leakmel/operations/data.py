@@ -15,7 +15,7 @@ from shlex import join, quote
 from typing import TYPE_CHECKING, Any, Literal
 
 import leakmel as lm
-from leakmel.core.comparison import likely_leak
+from leakmel.core.comparison import likely_leaks
 from leakmel.core.errors import UsageError, show_path
 from leakmel.core.operation import (
     Operation,
@@ -462,11 +462,13 @@ class Build(WithFeatures):
         if results[0].rows:
             made = results[0].path.parent if self.split == "all" else results[0].path
             labels = results[0].summary["label_names"]
-            likely = next((label for label in labels if label.casefold() == "leak"), likely_leak(labels))
-            leak = "" if likely.casefold() == "leak" else f" --leak-label {quote(likely or 'LABEL')}"
-            if not likely:
-                found = ", ".join(map(show_path, labels[:8]))
-                lines.append(f"No label names leaks: {found}. Folders that are no labels: --table FILE")
+            likely = [x for x in labels if x.casefold() == "leak"] or likely_leaks(labels)
+            word = quote(likely[0]) if len(likely) == 1 else "LABEL"
+            leak = "" if word.casefold() == "leak" else f" --leak-label {word}"
+            if word == "LABEL":
+                table = "" if likely or self.named_by else ". Folders that are no labels: --table FILE"
+                shown = [*map(show_path, labels[:6]), *[f"{len(labels):,} in all"] * (len(labels) > 6)]
+                lines.append(f"Which label names leaks? Found {', '.join(shown)}{table}")
             lines.append(f"next: leakmel train {quote(show_path(made))} --out detector{leak}")
         return Outcome(results, body | report, "\n".join(lines))
 

@@ -24,12 +24,12 @@ RINGS = {
 # At most this much of each. A figure that fell takes its budget with it; no budget is ever raised, except where statements move between rings: tables
 # and cards went inwards, the exports and the commands of extras outwards.
 BUDGETS = {
-    "statements": 26_996,  # only goes down
-    "statements, rings 0 and 1": 14_428,  # only goes down
+    "statements": 26_995,  # only goes down
+    "statements, rings 0 and 1": 14_429,  # only goes down
     "statements, ring 2": 6_474,  # only goes down
     "statements, ring 3": 5_871,  # only goes down
-    "statements, command line": 223,  # only goes down
-    "lines": 48_280,  # only goes down
+    "statements, command line": 221,  # only goes down
+    "lines": 48_266,  # only goes down
     "modules": 95,  # only goes down
     "modules under 40 statements": 2,  # only goes down
     "packed assignments": 365,  # only goes down

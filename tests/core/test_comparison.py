@@ -3,10 +3,11 @@
 import sys
 import unicodedata
 
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leakmel.core.comparison import match_texts, text_key
+from leakmel.core.comparison import likely_leaks, match_texts, text_key
 from leakmel.core.errors import show_path
 
 quick = settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -103,3 +104,32 @@ def test_the_text_that_another_one_means():
         "e.wav": "e.wav",
     }, "nothing where two could be meant, or the other one is named itself"
     assert match_texts([], known) == match_texts(wanted, []) == {}
+
+
+@each(
+    ("labels", "named"),
+    [
+        ("LEAK, NO_LEAK", "LEAK"),
+        ("leak, no-leak", "leak"),
+        ("kein Leck, Leck", "Leck"),
+        ("Leckage, keine Leckage", "Leckage"),
+        ("fuite, sans fuite", "fuite"),
+        ("pas de fuite, anomalie", ""),
+        ("perdita, nessuna perdita", "perdita"),
+        ("fuga, sin fuga", "fuga"),
+        ("vazamento, não vazamento", "vazamento"),
+        ("lek, geen lek", "lek"),
+        ("background, leak noise, pump leak", "leak noise, pump leak"),
+        ("LEAK_small, LEAK_large, NOLEAK", "LEAK_small, LEAK_large"),
+        ("noisy leak, north", "noisy leak"),
+        ("leak free, faulty", ""),
+        ("Leckfrei, undicht", ""),
+        ("unleaked, bleak, Elektromotor, bomba_centrifuga, outburst", ""),
+        ("L, NL", ""),
+        ("normal, abnormal", ""),
+        ("clips_5s, recordings", ""),
+        ("NOLEAK", ""),
+    ],
+)
+def test_a_label_names_leaks_by_a_word_of_its_own(labels: str, named: str) -> None:
+    assert ", ".join(likely_leaks(labels.split(", "))) == named

@@ -1078,7 +1078,6 @@ def regions(path: Path) -> dict[str, tuple[int, int]]:
         return {n: (f[n].id.get_offset(), f[n].id.get_storage_size()) for n in names}
 
 
-@pytest.mark.slow
 @each("seed", range(2))
 def test_flipped_bits_in_the_data_are_all_found(file, seed):
     rng, raw = np.random.default_rng(seed), file.read_bytes()

@@ -376,13 +376,20 @@ def test_promises_name_existing_tests():
             file, _, function = test.partition("::")
             if file not in tests_of:
                 (path,) = (ROOT / "tests").rglob(file)
+                marked_file = re.findall(
+                    r"mark\.\w+",
+                    "".join(re.findall(r"^pytestmark = .*", path.read_text(encoding="utf-8"), re.M)),
+                )
                 tests_of[file] = {
-                    n.name: {ast.unparse(d) for d in n.decorator_list}
+                    n.name: {
+                        *marked_file,
+                        *(x for d in n.decorator_list for x in re.findall(r"mark\.\w+", ast.unparse(d))),
+                    }
                     for n in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
                     if isinstance(n, ast.FunctionDef)
                 }
             assert function in tests_of[file], f"{name}: there is no {test}"
-        later = {f"pytest.mark.{word}" for word in ("slow", "site", "long", "gpu")}
+        later = {f"mark.{word}" for word in ("slow", "site", "long", "gpu")}
         marks = [tests_of[file][function] for file, function in (test.split("::") for test in p["tests"])]
         assert any(not marked & later for marked in marks), f"{name}: `make test` has no test of it"
 

@@ -272,6 +272,15 @@ def test_operations_use_only_their_ring_and_those_inside_it():
             assert not outside, f"{module_name(path)} imports {sorted(outside)}"
 
 
+def test_a_data_set_is_described_read_and_checked_without_the_builder():
+    "Inside `dataset`: the file format, its reader and writer, and the check use none of what builds."
+    inner = ["schema", "reader", "writer", "loader", "consistency", "verify"]
+    for name in inner:
+        found = {x.removeprefix("leakmel.dataset.") for x in imports_of(PACKAGE / "dataset" / f"{name}.py")}
+        outside = {p.stem for p in (PACKAGE / "dataset").glob("*.py")} - set(inner)
+        assert not found & outside, name
+
+
 def test_every_sub_folder_is_ordered():
     found = {(p.parents[1].name, p.parent.name) for p in MODULES if p.parents[2] == PACKAGE}
     of_extras = {pair for pair in found if pair[0] == "extras"}

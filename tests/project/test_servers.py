@@ -17,7 +17,6 @@ import pytest
 from conftest import need
 from lab import clean_env, is_taken, serving
 
-pytestmark = pytest.mark.site
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTENS = "0A"  # the state of a socket in /proc/net/tcp
@@ -85,6 +84,7 @@ def lab(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         yield running
 
 
+@pytest.mark.site
 @pytest.mark.slow
 def test_make_lab_listens_on_this_machine_only(
     lab: tuple[subprocess.Popen[bytes], str], tried: Callable
@@ -128,6 +128,7 @@ server.serve_forever()
 """
 
 
+@pytest.mark.site
 def test_port_taken_by_another_program_is_retried(tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # nobody listens, so that no asking waits
@@ -148,6 +149,7 @@ def test_port_taken_by_another_program_is_retried(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.site
 @pytest.mark.slow
 def test_jupyter_reports_a_taken_port(tmp_path: Path) -> None:
     "In the words by which the tests know it."
@@ -171,6 +173,7 @@ def test_jupyter_reports_a_taken_port(tmp_path: Path) -> None:
     assert is_taken(tmp_path / "lab.log")
 
 
+@pytest.mark.site
 def test_public_listener_is_detected() -> None:
     need(Path("/proc/net/tcp").exists(), "/proc/net/tcp")
     for address, seen in (("127.0.0.1", True), ("0.0.0.0", False)):

@@ -20,7 +20,7 @@ import torch
 from leakmel.recordings.conform import conform, piece_count, resampled_length
 from leakmel.recordings.labels import CurrentLabels, check_paths
 from leakmel.recordings.wav import Recording
-from leakmel.core.comparison import likely_leak, text_key
+from leakmel.core.comparison import likely_leaks, text_key
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
 from leakmel.core.monitor import free_memory
 from leakmel.core.progress import DelayedProgress, size_text
@@ -118,7 +118,9 @@ def make_task(
 ) -> Task:  # raises UsageError for unknown labels, and if fewer than two classes are left
     "Create the task of classifying the labels of a data set."
     names = tuple(class_names)
-    remedy = f"name the label of leaks: leak_label='{likely_leak(names) or 'LABEL'}'" if names else ""
+    remedy = (
+        f"name the label of leaks: leak_label='{(likely_leaks(names) or names[-1:])[0]}'" if names else ""
+    )
     leak = find_label(leak_label, names, remedy)
     out = {find_label(name, class_names) for name in leave_out}
     if leak in out:
