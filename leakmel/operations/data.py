@@ -462,7 +462,7 @@ class Build(WithFeatures):
         if results[0].rows:
             made = results[0].path.parent if self.split == "all" else results[0].path
             labels = results[0].summary["label_names"]
-            likely = [x for x in labels if x.casefold() == "leak"] or likely_leaks(labels)
+            likely = [x for x in labels if x.casefold() == "leak"][:1] or likely_leaks(labels)
             word = quote(likely[0]) if len(likely) == 1 else "LABEL"
             leak = "" if word.casefold() == "leak" else f" --leak-label {word}"
             if word == "LABEL":

@@ -3,6 +3,7 @@
 import sys
 import unicodedata
 
+import pytest
 from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +43,7 @@ letters = st.characters(
 words = st.text(letters, min_size=1, max_size=8).map(lambda s: unicodedata.normalize("NFC", s))
 
 
+@pytest.mark.slow
 @quick
 @given(words, st.data())
 def test_what_cannot_be_seen_makes_no_difference(word, data):

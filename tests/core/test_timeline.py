@@ -217,6 +217,7 @@ def monitor_cost(n_samples: int, interval_s: float = 0.1) -> float:
     return (time.thread_time() - before) / (n_samples * interval_s)
 
 
+@pytest.mark.slow
 def test_the_monitor_takes_less_than_a_hundredth_of_a_core():
     "Processor time, so who else is at work hardly matters; the best of some tries, since caches are shared too."
     assert min(monitor_cost(5) for _ in range(5)) < 0.01

@@ -405,6 +405,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "reference"])
 def test_performance_settings_do_not_change_bytes(small, tmp_path, engine):
     coded_wav(small / "LEAK" / "s1~0005a.wav", np.random.default_rng(3).normal(0, 0.1, 4096), 4096, 24)

@@ -127,6 +127,7 @@ def test_wrong_rejections_prevent_publication(data, tmp_path, monkeypatch):
     assert not lm.verify(r.path, root=data, sample=None).ok
 
 
+@pytest.mark.slow
 @each(
     ("name", "code", "words"),
     [

@@ -501,6 +501,7 @@ def test_children_that_the_system_removes(copy: Callable) -> None:
         signal.signal(signal.SIGCHLD, before)
 
 
+@pytest.mark.slow
 @each(
     ("number", "missed"), [(n, missed) for n in (signal.SIGINT, signal.SIGTERM) for missed in (False, True)]
 )

@@ -36,6 +36,7 @@ def build(data: Path, rule: str, out: str = "x.h5", **more):
     return lm.build(data, out=data.parent / out, **given, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream", "preload"])
 def test_dry_recordings_are_kept_or_rejected(data, mode):
     kept = build(data, "keep", "kept.h5", mode=mode)
@@ -53,6 +54,7 @@ def test_dry_recordings_are_kept_or_rejected(data, mode):
         assert set(a.files["path"]) - set(b.files["path"]) == set(DRY)
 
 
+@pytest.mark.slow
 def test_a_build_with_the_other_rule_gives_the_bytes_of_a_fresh_one(data):
     fresh = {rule: build(data, rule, f"{rule}.h5").path.read_bytes() for rule in ("keep", "reject")}
     for rule, copied in (("keep", 0), ("reject", N - 2), ("keep", N - 2)):

@@ -393,6 +393,7 @@ def test_engine_raises(tmp_path, data, old, monkeypatch, error):
     assert e is error or e.__cause__ is error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf, pytest.param(-np.inf, marks=pytest.mark.long)])
 def test_engine_that_returns_nan_fails_the_build(tmp_path, data, old, monkeypatch, value):
     real = ReferenceEngine.run
@@ -462,6 +463,7 @@ def test_metadata_writing_fails(tmp_path, data, old, monkeypatch):
     fails(data, tmp_path, SpaceError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["read", "compute", "write", "publish"])
 def test_memory_runs_out_in_any_thread(tmp_path, data, old, monkeypatch, where):
     def broken(*a, **k):
@@ -674,6 +676,7 @@ def replace_by_a_loop(p: Path) -> None:
     p.symlink_to(p)
 
 
+@pytest.mark.slow
 @ANY_LAYOUT
 @each("change", [grow, shrink, vanish, rewrite, replace_by_a_fifo, replace_by_a_folder, replace_by_a_loop])
 @each("follows", [True, False])

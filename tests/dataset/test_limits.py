@@ -211,6 +211,7 @@ def test_a_refused_build_leaves_no_folder(tmp_path, data, make_wav):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_forked_process_builds_too(tmp_path, data):
     "After a build in its parent, whose threads it has not got: a notebook's worker processes are made like that."
     code = (

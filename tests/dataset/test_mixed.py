@@ -169,6 +169,7 @@ NO_MAJORITY = {
 TOO_DIFFERENT = ((8000, 0.5, 1, 3), (8000, 6.0, 1, 3))  # each length changes more than half of the samples
 
 
+@pytest.mark.slow
 @each("name", [*NO_MAJORITY, "clips"])
 def test_recordings_without_a_majority_build_or_have_proposals(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture

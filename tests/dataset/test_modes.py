@@ -101,6 +101,7 @@ def read_counter(monkeypatch) -> list[bytes]:
 # ---- the same bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine_threads", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_same_bytes_from_every_mode(tmp_path, mixed, engine_threads):
     results: dict[tuple[int, str], bytes] = {}
@@ -124,6 +125,7 @@ def test_reports_of_all_modes_agree(tmp_path, mixed):
     assert len(rejected) == len(statuses) == 1
 
 
+@pytest.mark.slow
 def test_all_splits_from_every_mode(tmp_path, demo):
     found = set()
     for mode in ("stream", "preload", "memmap", "memmap"):

@@ -108,6 +108,7 @@ def keys_of(url: str, path: Path) -> dict[bytes, str]:
 # ---------------------------------------------------------------- the same bytes
 
 
+@pytest.mark.slow
 def test_a_build_from_objects_has_the_bytes_of_one_from_files(url, demo, whole, tmp_path):
     made = lm.build(url, split="training", out=tmp_path / "x.h5", **QUIET)
     assert made.path.read_bytes() == whole
@@ -127,6 +128,7 @@ def test_the_run_notebook_builds_from_objects(url, whole, tmp_path):
     assert made.path.read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_google_storage_gives_the_same_bytes(served, demo, whole, tmp_path, monkeypatch):
     "Google's servers have an interface of the form of S3 too, which obstore uses."
     for path in sorted((demo / "TRAINING").rglob("*.wav")):
@@ -266,6 +268,7 @@ def test_a_cluster_lists_a_bucket_once(url, whole, tmp_path, monkeypatch):
 # ---------------------------------------------------------------- update and resume
 
 
+@pytest.mark.slow
 def test_only_changed_objects_are_downloaded(own_url, demo, served, tmp_path):
     out = tmp_path / "x.h5"
     lm.build(own_url, split="training", out=out, spec=SPEC, check=0, **QUIET)
@@ -308,6 +311,7 @@ def test_an_interrupted_build_is_resumed(url, served, whole, tmp_path, monkeypat
     assert len(set(served.gets)) <= made.found - made.summary["resumed_rows"]
 
 
+@pytest.mark.slow
 def test_a_resumed_build_reads_replaced_objects_again(own_url, demo, served, tmp_path, monkeypatch):
     out, config = tmp_path / "x.h5", lm.PipelineConfig(files_per_batch=4, journal_bytes=1)
     done = threading.Event()
@@ -332,6 +336,7 @@ def test_a_resumed_build_reads_replaced_objects_again(own_url, demo, served, tmp
 # ---------------------------------------------------------------- objects that vanish or change
 
 
+@pytest.mark.slow
 def test_objects_that_vanish_or_change_in_mid_build_are_rejected(
     own_url, demo, served, tmp_path, monkeypatch
 ):
@@ -404,6 +409,7 @@ def test_verify_with_a_table(own_url, demo, served, tmp_path):
     assert names[0] in problem
 
 
+@pytest.mark.slow
 def test_verify_reads_the_objects_again(own_url, demo, served, tmp_path):
     made = lm.build(own_url, split="training", out=tmp_path / "x.h5", **QUIET)
     for sample in (None, 8):
@@ -428,6 +434,7 @@ def test_verify_reads_the_objects_again(own_url, demo, served, tmp_path):
 # ---------------------------------------------------------------- upload, options, secrets
 
 
+@pytest.mark.slow
 def test_a_finished_data_set_is_uploaded(url, served, whole, tmp_path, capfd):
     made = lm.build(
         url, split="training", out=tmp_path / "x.h5", upload=f"s3://{BUCKET}/sets{next(N)}", **QUIET
@@ -452,6 +459,7 @@ def build_command(url: str, out: Path) -> list[str]:
     return [sys.executable, "-m", "leakmel", "build", url, "--split", "training", "--out", str(out)]
 
 
+@pytest.mark.slow
 def test_secrets_are_nowhere(url, tmp_path, capfd, caplog):
     caplog.set_level("DEBUG")
     ran = subprocess.run(
@@ -495,6 +503,7 @@ def test_a_signal_ends_a_build_that_waits_for_the_server(url, served, tmp_path, 
     assert not (tmp_path / "x.h5").exists()
 
 
+@pytest.mark.slow
 def test_objects_in_folders_of_systems_are_passed_over(served, tmp_path):
     root = tmp_path / "d"
     write_demo(root, n_files=12)

@@ -90,6 +90,7 @@ def build_parts(root: Path, target: Path, n: int, split: str | None = "training"
 # ---------------------------------------------------------------- the same bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.long), 7])
 def test_joined_parts_are_equal_to_one_build(demo, whole, tmp_path, n):
     build_parts(demo, tmp_path / "x.h5", n)
@@ -107,6 +108,7 @@ def test_more_parts_than_recordings(tmp_path):
     assert join(tmp_path / "x.h5", progress="none").path.read_bytes() == right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -234,6 +236,7 @@ def test_a_damaged_row_of_a_part_is_computed_again(demo, whole, tmp_path):
     assert made.summary["copied_rows"] == made.rows - 1
 
 
+@pytest.mark.slow
 @each("how", ["truncated", "no state", "other file"])
 def test_a_damaged_part_is_refused_by_name(demo, whole, tmp_path, how):
     build_parts(demo, tmp_path / "x.h5", 3)
@@ -800,6 +803,7 @@ def test_a_join_without_journal_keeps_its_parts_until_the_end(demo, whole, tmp_p
 # ---------------------------------------------------------------- progress and timeline
 
 
+@pytest.mark.slow
 def test_bar_counts_the_recordings_of_complete_parts(demo, whole, tmp_path, monkeypatch):
     target, events = tmp_path / "x.h5", list[tuple[int, str]]()
 
@@ -903,6 +907,7 @@ def test_a_recording_that_changes_while_a_cluster_builds_is_read_by_the_next_bui
     assert again.path.read_bytes() == built(tmp_path / "d", tmp_path / "y.h5")
 
 
+@pytest.mark.slow
 def test_a_changed_recording_in_the_sample_of_the_join_costs_no_other_row(tmp_path, monkeypatch):
     monkeypatch.setattr(parts_module, "PART_SIZE", 10)
     write_demo(tmp_path / "d", n_files=60)
@@ -1059,6 +1064,7 @@ def test_timeline_has_a_lane_for_each_process(demo, processes, tmp_path, monkeyp
 # ---------------------------------------------------------------- updates, clusters, errors
 
 
+@pytest.mark.slow
 def test_an_existing_data_set_is_updated_without_the_cluster(tmp_path):
     write_demo(tmp_path / "d", n_files=60)
     with ThreadPoolExecutor(1) as pool:
@@ -1116,6 +1122,7 @@ def fail(number: int) -> int:
     return number
 
 
+@pytest.mark.slow
 def test_errors_of_tasks_arrive_whole_and_end_the_others(processes):
     with open_cluster(processes) as client:
         with raises("all-rejected", BadFilesError) as e:

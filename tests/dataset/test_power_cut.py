@@ -269,6 +269,7 @@ def test_no_state_after_a_power_cut_publishes_a_wrong_row(
     tried("S2", n // 2 * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [15, pytest.param(400, marks=pytest.mark.long)])
 def test_builds_resume_from_any_state_after_a_power_cut(
     data: Path,  # noqa: F811

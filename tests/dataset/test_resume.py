@@ -286,6 +286,7 @@ def test_update_reads_only_changes_and_equals_a_fresh_build(
     assert leftovers(tmp_path / "out", *BESIDE) == []
 
 
+@pytest.mark.slow
 @each(
     "options",
     [
@@ -459,6 +460,7 @@ def test_damaged_rows_are_repaired(
     assert "failed verification" in caplog.text
 
 
+@pytest.mark.slow
 @each(
     "options",
     [
@@ -618,6 +620,7 @@ def test_space_for_all_splits_is_checked_before_the_first_file(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @each(
     "options",
     [
@@ -1108,6 +1111,7 @@ def state_pipe(target: Path) -> None:
     os.mkfifo(state_path(target))
 
 
+@pytest.mark.slow
 @each("fault", [state_huge, state_nested, state_list, state_pipe], ids=lambda f: f.__name__)
 def test_invalid_state_file_gives_a_fresh_build(data: Path, tmp_path: Path, fault: Callable) -> None:
     target = tmp_path / "out" / "x.h5"
@@ -1129,6 +1133,7 @@ FORGERIES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgery", range(len(FORGERIES)))
 def test_forged_journal_entries_are_ignored(data: Path, interrupted: Path, forgery: int) -> None:
     "Whole lines with the right digests of their own: they must not stop later builds, let them wait for ever, or take memory."
@@ -1317,6 +1322,7 @@ def whole_seconds(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int]
     return put
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [False, True], ids=["complete", "interrupted"])
 def test_change_within_the_second_of_a_build_is_detected(
     data: Path,

@@ -185,6 +185,7 @@ def test_an_interrupted_build_is_resumed(library: Path, data: Path, tmp_path: Pa
     assert got[2:] == [18, True]
 
 
+@pytest.mark.slow
 @each("limit", [1, 7, 4096])
 def test_every_odd_file_is_read_as_before(library: Path, tmp_path: Path, limit: int) -> None:
     "By the parser alone: samples, or code and place of the refusal."

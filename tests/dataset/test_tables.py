@@ -163,6 +163,7 @@ def test_no_label_at_all(made):
         build(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [False, True])
 def test_the_table_of_a_scan_is_a_table(faulty, tmp_path, content):
     m = lm.scan(faulty, content=content)

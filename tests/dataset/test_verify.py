@@ -340,6 +340,7 @@ def test_writer_faults_prevent_publication(data, tmp_path, monkeypatch, wrong, r
     assert leftovers(tmp_path / "out") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [True, False])
 def test_each_row_is_read_back_once(data, tmp_path, monkeypatch, compiled):
     "Rows are read back when they are written; when the file is complete, only rows that were moved since, and compressed ones."
@@ -560,6 +561,7 @@ def exchange_segments(w: np.ndarray) -> None:
     w[17] = w[17][:, ::-1].copy()
 
 
+@pytest.mark.slow
 @each(
     "change",
     [swap_waves, scale_waves, zero_waves, shift_waves, reverse_waves, flip_lowest_bit, exchange_segments],

@@ -221,6 +221,7 @@ def build_both(target: Path, good: np.ndarray, order: int = 1) -> RowFile:
     return file
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(good=st.lists(st.booleans(), min_size=1, max_size=60).filter(any))
 def test_rejected_files_leave_no_trace_in_waveforms(tmp_path, good):

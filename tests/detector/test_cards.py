@@ -247,6 +247,7 @@ def test_licence_and_metadata_of_a_user_stay(model: Path, small_sets: Path, tmp_
     assert json.loads(metadata.read_text())["license"] == "CC0-1.0"
 
 
+@pytest.mark.slow
 def test_an_evaluation_keeps_the_licence(small_sets: Path, tmp_path: Path) -> None:
     settings = lm.TrainSettings(detector="spectral")
     sets = [small_sets / f"{name}_DATASET.H5" for name in ("TRAINING", "TESTING")]

@@ -201,6 +201,7 @@ def scored(say: Say, place: Path, model: Path, out: Path) -> list[list[str]]:
         return [[row["path"], row["score"], row["threshold"]] for row in csv.DictReader(f)]
 
 
+@pytest.mark.slow
 def test_folder_of_rounds_selects_its_champion(
     two_rounds: Path, place: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -652,6 +653,7 @@ def refused(say: Say, status: int, message: str, *words: str | os.PathLike) -> N
     assert re.search(message, body["error"])
 
 
+@pytest.mark.slow
 @each(
     ("status", "message", "words"),
     [

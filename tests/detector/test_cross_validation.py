@@ -206,6 +206,7 @@ def group_of(pid: int) -> int | None:
     return None
 
 
+@pytest.mark.slow
 def test_interrupted_run_is_resumed_and_fits_nothing_twice(
     small_sets: Path, tmp_path: Path, count_fits: Callable[..., list[str]]
 ) -> None:
@@ -283,6 +284,7 @@ def test_permuted_labels_give_no_skill(small_sets: Path, tmp_path: Path) -> None
     assert (np.abs(means - 0.5) < 0.15).all(), means
 
 
+@pytest.mark.slow
 def test_network_and_choice_inside_each_fold(
     small_sets: Path, tmp_path: Path, count_fits: Callable[..., list[str]]
 ) -> None:

@@ -289,6 +289,7 @@ def test_an_evaluation_is_recorded_once_in_the_model_file(trained: Path, tmp_pat
     assert (rounds / "model.pt").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_test_sets_of_one_name_keep_their_records(trained: Path, tmp_path: Path) -> None:
     model, sets = tmp_path / "model.pt", list[Path]()
     load_detector(trained / "model" / "model.pt").save(model)

@@ -207,6 +207,7 @@ def test_compiled_trees_that_compute_something_else_are_not_used(monkeypatch, ca
     assert "wrong results on this machine" in caplog.text
 
 
+@pytest.mark.slow
 @each("kind", KINDS)
 def test_a_prediction_scores_recordings_as_the_data_set_does(sets, trained, kind):
     detector = trained[kind].detector
@@ -306,6 +307,7 @@ def test_the_same_training_is_not_repeated(sets, alone, tmp_path, monkeypatch):
     assert again.detector.record == alone.detector.record
 
 
+@pytest.mark.slow
 def test_no_other_training_is_replaced(sets, alone, tmp_path):
     spectral = lm.TrainSettings(detector="spectral")
     with raises("nothing-to-resume", DataError):
@@ -400,6 +402,7 @@ def test_groups_stay_together_and_labels_are_in_every_training_part():
             assert set(classes[fold != k]) == set(classes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "n_loaded"), [("spectral", 0), ("cnn", 2)])
 def test_only_the_recordings_of_a_network_are_loaded_into_memory(
     sets, trained, tmp_path, monkeypatch, kind, n_loaded

@@ -76,6 +76,7 @@ def test_an_interrupted_training_is_resumed_or_its_best_epoch_named(
     assert run("evaluate", small_sets, "--model", tmp_path / "net", "--allow-leaky-split")["ok"]
 
 
+@pytest.mark.slow
 def test_other_features_are_built_again_or_recordings_are_scored(
     run: Run, model: Path, small_sets: Path, tmp_path: Path
 ) -> None:

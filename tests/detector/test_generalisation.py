@@ -80,6 +80,7 @@ def count_fits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return count
 
 
+@pytest.mark.slow
 def test_groupings_that_are_left_out_have_a_reason(found: Generalisation) -> None:
     assert list(found.tested) == ["recording", "session", "site"]
     codes = {g["by"]: g["left_out"]["code"] for g in found.groupings if g["left_out"]}

@@ -67,6 +67,7 @@ def labels_of(path, **given):
         return dict(zip(ds.files.path, ds.files.label))
 
 
+@pytest.mark.slow
 def test_build(network, table, tmp_path):
     recordings, before, files = network
     file, changed = table
@@ -183,6 +184,7 @@ def decide_testing(splits, file, n=3):
     return len(leaks) - n
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::leakmel.detector.data.splits.SplitWarning")
 def test_evaluation_and_split_use_the_labels(splits, tmp_path):
     file = tmp_path / "labels.csv"

@@ -255,6 +255,7 @@ def test_items_beyond_the_end(small):
             small.batch([0, i])
 
 
+@pytest.mark.slow
 @each("form", [{}, {"chunks": True}, {"chunks": (1, *SHAPE), "compression": "gzip"}])
 @each("kind", ["<f2", ">f2", "<f4"])
 def test_earlier_systems_files(tmp_path, form, kind):
@@ -692,6 +693,7 @@ def check_batches(ds: Segments, batches: list[Batch], *, size: int) -> None:
         assert torch.equal(b.y, expected.y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS, ids=str)
 @pytest.mark.parametrize("size", [1, 7, 36, 100])
 def test_loaders_yield_every_item(small, options, size):

@@ -439,6 +439,7 @@ class RunsOut(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_memory_may_run_out_at_any_operation(network):
     "Bit for bit the scores are those of either number of recordings at once."
     with Segments(network, level="recording", rows=np.arange(10)) as ds:

@@ -292,6 +292,7 @@ def test_with_few_sensors_the_best_detector_beats_nothing():
     assert "only 4 sensors" in verdict.text
 
 
+@pytest.mark.slow
 def test_equally_good_detectors_are_rarely_called_better():
     "Two detectors that are equally good: each is called better in about 2.5 % of the sets."
     called = 0
@@ -496,6 +497,7 @@ def test_permutation_test_without_an_interval_reports_the_reason():
     assert "no interval: only 2 sensors" in str(few)
 
 
+@pytest.mark.slow
 def test_baselines_trained_on_permuted_labels_have_auc_of_one_half(parts):
     "A single one leans one way or the other; the mean over many is 0.5."
     rng = np.random.default_rng(0)

@@ -69,6 +69,7 @@ def test_training_and_cross_validation_stop(tmp_path, twins, capsys):
     assert not (tmp_path / "m" / "model.pt").exists()
 
 
+@pytest.mark.slow
 def test_evaluation_stops_at_twins_in_the_data_and_in_the_model(clean, twins):
     detector = made_detector(lm.MelSpec(sample_rate=4096, duration_s=1.0))
     with raises("ambiguous-label"):

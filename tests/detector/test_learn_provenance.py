@@ -365,6 +365,7 @@ def build_network(folder: Path, seed: int) -> list[Path]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::leakmel.detector.data.splits.SplitWarning")
 def test_rounds_store_and_check_provenance(small_sets, trained, tmp_path):
     "A challenger knows what its champion knew; a champion that knows what judges is said to, round after round."
@@ -406,6 +407,7 @@ def test_rounds_store_and_check_provenance(small_sets, trained, tmp_path):
     assert not any("selected in retraining rounds" in c for c in judged(trained, test).cautions)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::leakmel.detector.data.splits.SplitWarning")
 def test_interrupted_round_keeps_its_provenance(small_sets, trained, tmp_path, monkeypatch):
     "Its model and its best one so far were begun from the champion."

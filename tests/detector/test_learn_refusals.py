@@ -200,6 +200,7 @@ def interrupted(network: Path, out: Path, monkeypatch: pytest.MonkeyPatch, free:
             trained(network, out, settings=settings, checkpoints=CheckpointSettings(checkpoint_steps=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("then", "now"), [(1 << 40, 1), (1, 1 << 40)])
 def test_resumed_training_keeps_its_loader(
     network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: int, now: int
@@ -247,6 +248,7 @@ def test_difference_of_undefined_figures_is_undefined() -> None:
 # ---- silence behind recordings
 
 
+@pytest.mark.slow
 def test_trailing_silence_is_excluded_and_reported(network: Path, tmp_path: Path) -> None:
     "Rows of 40 s that hold 10 s of sound: it stands beside the numbers, and nowhere where rows are as long as recordings."
     spec = lm.MelSpec.preset("disjoint", duration_s=40.0)

@@ -400,6 +400,7 @@ def test_rows_of_twice_the_length_train_the_same_weights(network, tmp_path, load
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_rows_of_twice_the_length_have_the_same_evaluation(network):
     "Figures, thresholds, baselines and the pictures of errors."
     judged = []

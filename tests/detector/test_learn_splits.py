@@ -108,6 +108,7 @@ def test_a_clean_split(tmp_path):
         assert np.array_equal(ds.batch([0]).x[0], raw[0][0])
 
 
+@pytest.mark.slow
 @each(
     ("kind", "a", "b", "message"),
     [

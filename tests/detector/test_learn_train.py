@@ -212,6 +212,7 @@ def test_any_loader_resumes_within_an_epoch(
     assert_same(tmp_path / "run", whole)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_notebook_is_an_ordinary_interrupt(
     sets: Path, tmp_path: Path, right: TrainResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +281,7 @@ def interrupted_after_an_epoch(sets: Path, out: Path, monkeypatch: pytest.Monkey
             trained(sets, out)
 
 
+@pytest.mark.slow
 def test_other_training_is_refused_or_started_over(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: TrainResult
 ) -> None:

@@ -99,6 +99,7 @@ def test_offset_of_the_start_is_taken_into_account() -> None:
     assert found.delay_s == pytest.approx(-0.05 - 1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [100, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("snr_db", "duration_s", "clock_s"), [(0.0, 5.0, 0.0), (5.0, 3.0, 1e-3)])
 def test_interval_covers_the_position_as_often_as_it_says(
@@ -141,6 +142,7 @@ def test_dispersion_is_noticed() -> None:
 # ---- verdicts without a position
 
 
+@pytest.mark.slow
 def test_unrelated_noise_has_no_position() -> None:
     """At most 2 % false alarms are designed; none of the verdicts may be a position more often than 1 %."""
     made = (synthetic_pair(position_m=None, seed=s, duration_s=4.0) for s in range(200))

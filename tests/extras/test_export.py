@@ -529,6 +529,7 @@ print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [40_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_many_rows_in_a_gigabyte(tmp_path: Path, n: int) -> None:
     need_formats()

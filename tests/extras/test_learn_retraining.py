@@ -505,6 +505,7 @@ def test_a_challenger_starts_from_the_champion(networks, tmp_path):
     assert "not shown to be better" in done.reason
 
 
+@pytest.mark.slow
 def test_rounds_follow_each_other(networks, tmp_path, monkeypatch):
     given_ = round_arguments(networks, tmp_path)
     first = weights_digest(given_["champion"])
@@ -762,6 +763,7 @@ def whole_round(networks, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [

@@ -325,6 +325,7 @@ def test_importance_is_reported_with_enough_trials(
     assert "importance (PED-ANOVA, approximate): dropout 0." in repr(more)
 
 
+@pytest.mark.slow
 def test_failed_trial_is_recorded_and_the_search_continues(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +350,7 @@ def test_failed_trial_is_recorded_and_the_search_continues(
     assert [t.state for t in stored(tmp_path / "most")] == ["complete", *["failed"] * 4]
 
 
+@pytest.mark.slow
 def test_short_calls_still_run_trials(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "An hour each night: time for other seeds had been set aside until none was left, and no call made a trial."
     Staged(monkeypatch, lambda s, n: 0.5 + s.dropout / 10)
@@ -483,6 +485,7 @@ def break_pool(*args: Any) -> None:
     raise BrokenProcessPool("a process was terminated")
 
 
+@pytest.mark.slow
 def test_trials_of_a_broken_pool_are_repeated_if_several_were_running(sets: Path, tmp_path: Path) -> None:
     with BrokenPool(2) as pool, raises("worker-died", MachineError):
         searched(sets, tmp_path / "run", cluster=pool, again=0, settings=STAGED)

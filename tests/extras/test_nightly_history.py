@@ -109,6 +109,7 @@ with History(sys.argv[1]) as history:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_the_history_as_it_was(tmp_path):
     run(tmp_path, scored_nights(10))
     before = content(tmp_path)
@@ -303,6 +304,7 @@ def test_a_damage_after_a_killed_run_is_refused(tmp_path, script):
         assert e.value.code == "invalid-history"
 
 
+@pytest.mark.slow
 def test_a_history_is_accepted_after_each_way_that_a_run_can_end(tmp_path):
     "Also after an error before or behind the commit, and after a kill; then all digests are compared."
     entries = scored_nights(10)

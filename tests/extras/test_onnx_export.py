@@ -185,6 +185,7 @@ def test_votes(detectors, vote, share):
     assert np.allclose(score, detector.recording_scores(segments.numpy()), atol=1e-7)
 
 
+@pytest.mark.slow
 def test_without_held_out_scores_there_is_no_probability(detectors, tmp_path):
     done = lm.export_onnx(replace(detectors["cnn"], held_out=None), tmp_path / "a.onnx", progress="none")
     assert set(run_file(done.path, np.zeros((2, SPEC.n_samples), np.float32))) == {"score", "segment_scores"}
@@ -195,6 +196,7 @@ def test_without_held_out_scores_there_is_no_probability(detectors, tmp_path):
     assert "no recordings were given" in done.text
 
 
+@pytest.mark.slow
 def test_a_model_that_differs_leaves_no_file(detectors, checked, models, tmp_path, monkeypatch):
     detector = detectors["cnn"]
     right, calibration = models(detector), fit_calibration(detector.held_out)
@@ -405,6 +407,7 @@ def example() -> str:
     return found
 
 
+@pytest.mark.slow
 def test_the_example_of_the_guide_needs_no_leakmel(detectors, recordings, tmp_path):
     script = example()
     assert len(script.splitlines()) <= 40

@@ -338,6 +338,7 @@ def test_an_archive_that_is_cut_within_its_digest_is_refused(tmp_path: Path) -> 
             unsealed(whole[:n])
 
 
+@pytest.mark.slow
 def test_caches_that_another_user_can_write_are_not_used(tmp_path: Path) -> None:
     case = samples(tmp_path)
     right, raw = case.use(), case.path.read_bytes()

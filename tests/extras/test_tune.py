@@ -258,6 +258,7 @@ def body(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.mark.slow
 def test_a_run_on_forty_recordings(data, tmp_path, capsys):
     (tmp_path / "work").mkdir()
     words = ["tune", str(data), "--budget-s", "3", "--work-dir", str(tmp_path / "work"), "--json"]

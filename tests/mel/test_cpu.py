@@ -52,6 +52,7 @@ def of_length(n: int, preset: str) -> MelSpec:
 # -- right ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_fft", "preset"),
     [
@@ -346,6 +347,7 @@ def test_wrong_machine_code_fails_the_self_check(
 # -- what it cannot do ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_unsupported_fft_lengths_fall_back_with_a_warning(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

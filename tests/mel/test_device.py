@@ -367,6 +367,7 @@ def test_pinned_arrays_are_copied_without_staging() -> None:
         all_memory_is_freed(devices)
 
 
+@pytest.mark.slow
 def test_thousands_of_batches_take_no_more_memory() -> None:
     (device,) = devices = engine_of_devices(1, 0, 0.0)
     timeline = Timeline()

@@ -125,6 +125,7 @@ def test_delayed_devices_do_not_change_bytes(
         assert device.counts["launches"] > 2, "every device had a share"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["preload", "memmap"])
 def test_modes_change_no_byte(
     mixed: Path, tmp_path: Path, right: list[bytes], monkeypatch: pytest.MonkeyPatch, mode: str
@@ -232,6 +233,7 @@ def test_the_next_split_is_read_before_the_last_one_is_written(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_devices", "together"), [(2, 1), (1, 5)])
 def test_timeline_separates_copies_and_computing(
     demo: Path, tmp_path: Path, devices: Callable, n_devices: int, together: int
@@ -355,6 +357,7 @@ def test_a_failing_device_fails_the_build_and_nothing_else(
     ]
 
 
+@pytest.mark.slow
 def test_device_memory_that_runs_out_makes_blocks_smaller(
     mixed: Path, tmp_path: Path, right: list[bytes], devices: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -419,6 +422,7 @@ def test_ctrl_c_while_a_device_is_busy(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["release_buffers", "drain"])
 def test_ctrl_c_while_an_engine_is_closed(
     devices: Callable, monkeypatch: pytest.MonkeyPatch, step: str

@@ -373,6 +373,7 @@ def test_loud_and_nan_recordings_do_not_change_other_rows(name: str, device: str
                 assert np.array_equal(features(engine, batch)[1], alone)
 
 
+@pytest.mark.slow
 @every_engine
 def test_threads_change_no_bit(name: str, device: str) -> None:
     "Calls that last long enough to meet, begun together, several times."
@@ -884,6 +885,7 @@ valid_geometry = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(valid_geometry)
 def test_spec_or_its_proposed_remedy_works(values: dict[str, Any]) -> None:

@@ -712,6 +712,7 @@ print(n, *failed)
 """
 
 
+@pytest.mark.slow
 def test_other_modules_do_not_import_triton() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
     n, *failed = done.stdout.split()

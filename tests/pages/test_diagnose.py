@@ -852,6 +852,7 @@ def test_fsync_time_is_reported_separately(demo, tmp_path, monkeypatch):
         assert found[0].end_s <= rename <= found[1].start_s
 
 
+@pytest.mark.slow
 def test_mixed_rates_of_a_real_build(tmp_path, make_wav, monkeypatch):
     "Eight recordings at the data set's rate, six at another one, two of 24 bits: what each took is told apart, and a slow resampler is named."
     folder = tmp_path / "data" / "LEAK"

@@ -542,6 +542,7 @@ def specs_of(*paths: Path) -> list[tuple[lm.MelSpec, str, int]]:
     return found
 
 
+@pytest.mark.slow
 @each(
     ("preset", "changes"),
     [
@@ -619,6 +620,7 @@ def test_given_settings_take_precedence_over_a_data_set_and_another_preset_is_an
         assert ds.spec.n_mels == 32
 
 
+@pytest.mark.slow
 def test_a_file_without_a_spec_is_an_error_on_one_line(twelve, tmp_path, capsys):
     whole = lm.build(twelve, split="testing", out=tmp_path / "whole.h5", progress="none", check=0).path
     with h5py.File(tmp_path / "other.h5", "w") as f:

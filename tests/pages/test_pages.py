@@ -8,6 +8,7 @@ from typing import Any
 
 import nbformat
 import pandas as pd
+import pytest
 from each import each
 from errors import raises
 
@@ -106,6 +107,7 @@ def test_page_command_prints_the_path(tmp_path, capsys):
     assert "none.ipynb" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_page_needs_nbconvert(tmp_path):
     code = f"""
 import sys

@@ -121,6 +121,7 @@ print(*sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_build_imports_little(demo, tmp_path):
     "Neither before its first batch nor later, once its compiled code is stored; see `bench_start` for the time."
     command = ["build", str(demo), "--split", "training", "--engine", "auto", "--device", "cpu", "--json"]

@@ -116,6 +116,7 @@ def remedies_of(path: Path) -> Iterator[tuple[int, str]]:
                     yield n.value.lineno, part.value
 
 
+@pytest.mark.slow
 def test_every_command_that_is_named_has_the_options_that_are_named() -> None:
     wrong, n = [], 0
     helps = [(0, a.help or "") for p in OPTIONS.values() for a in p._actions]
@@ -135,6 +136,7 @@ def test_every_command_that_is_named_has_the_options_that_are_named() -> None:
     assert n > 100
 
 
+@pytest.mark.slow
 def test_every_option_and_parameter_of_a_remedy_exists() -> None:
     options = {o for p in OPTIONS.values() for o in p._option_string_actions}
     options |= {word for cls in cli.OPERATIONS.values() for word in cls.command.words.split()}
@@ -665,6 +667,7 @@ WRITING: dict[str, Callable[[str], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @each(("command", "long"), _in_turn([*COMMANDS_OF_PATHS, *WRITING], LONG))
 def test_a_path_that_is_too_long_is_said_to_be_too_long(
     command: str, long: str, tmp_path: Path, make_wav: Any, say: Say

@@ -101,6 +101,7 @@ def test_status_with_broken_streams(children: Server, places: Path, tmp_path: Pa
             assert err_now == err, (command, name)
 
 
+@pytest.mark.slow
 def test_work_that_is_done_is_not_reported_as_failed(children: Server, places: Path, tmp_path: Path) -> None:
     "A build whose summary cannot be printed has its data set, and the message says so."
     for n, name in enumerate(("stdout full", "all closed")):

@@ -66,6 +66,7 @@ PATHS = st.tuples(
 ).map(lambda path: os.fsencode("/".join([*path[0], path[1].replace("\0", "") + path[2]])))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(PATHS, max_size=12))
 @example([])

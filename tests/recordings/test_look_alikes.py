@@ -61,6 +61,7 @@ def look_alikes(m: Manifest) -> list[tuple[str, ...]]:
     return [ast.literal_eval(text) for text in shown]
 
 
+@pytest.mark.slow
 @each("twins", TWINS.values(), ids=TWINS.keys())
 @each("source", ["folders", "table", "pattern"])
 def test_twins_of_a_label_are_reported_and_shown(tmp_path, source, twins):

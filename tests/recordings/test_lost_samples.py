@@ -162,6 +162,7 @@ def test_stalls_are_found_whatever_else_is_in_the_recording(kind: str) -> None:
     assert has_stalled((samples / 32_768).astype(np.float32), RATE)
 
 
+@pytest.mark.slow
 @each("level", [1, 2, 5, 40, 1000, 10_000])
 @each("seconds", [2, 5, 17, 60])
 @each("rate", [2000, RATE, 8000])
@@ -302,6 +303,7 @@ def found(problems: Any) -> set[tuple[str, str]]:
     }
 
 
+@pytest.mark.slow
 @each("mode", ["stream", "preload", "memmap"])
 def test_scan_and_build_name_the_cause(data: Path, tmp_path: Path, mode: str) -> None:
     assert found(lm.scan(data, content=True, progress="none").problems) == planted(data)

@@ -358,6 +358,7 @@ def test_rejecting_rules_reject_the_recordings_that_others_change(
         assert mels(r.path) == {path: before[path] for path, c in expected.items() if not c}
 
 
+@pytest.mark.slow
 def test_verify_recomputes_all_rows_and_finds_two_swapped_rows(
     messy: Messy, built: list[lm.BuildResult], tmp_path: Path
 ) -> None:
@@ -395,6 +396,7 @@ def write_table(messy: Messy, path: Path) -> None:
             )
 
 
+@pytest.mark.slow
 def test_the_same_tree_by_a_table_gives_the_same_rows(
     messy: Messy, built: list[lm.BuildResult], tmp_path: Path
 ) -> None:
@@ -512,6 +514,7 @@ def test_scan_on_the_command_line_names_everything(messy: Messy, scanned: list[d
         assert f"    {p['path']}: {p['message']}\n" in text
 
 
+@pytest.mark.slow
 def test_build_on_the_command_line_counts_everything(
     messy: Messy, built: list[lm.BuildResult], tmp_path: Path, say
 ) -> None:

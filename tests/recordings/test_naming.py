@@ -104,6 +104,7 @@ def patterns_and_names(draw: st.DrawFn) -> tuple[str, str, dict[str, str]]:
     return pattern, name, values
 
 
+@pytest.mark.slow
 @given(patterns_and_names())
 @fuzz(300)
 def test_formatted_names_parse_to_the_same_fields(made):
@@ -726,6 +727,7 @@ def test_splits_of_a_table(tmp_path):
         scan(tmp_path / "data", split="holdout", table=file)
 
 
+@pytest.mark.slow
 def test_table_of_twenty_thousand_rows(tmp_path):
     (tmp_path / "data").mkdir()
     file = table(

@@ -234,6 +234,7 @@ def test_chunks_around_the_samples_are_read_by_compiled_code(tmp_path: Path) -> 
     assert {"canonical", *others} <= read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, *(pytest.param(k, marks=pytest.mark.long) for k in range(2, 12))])
 def test_compiled_parser_accepts_nothing_that_is_read_otherwise(tmp_path: Path, seed: int) -> None:
     "Mutated headers: what compiled code reads is what the reader in Python reads."
@@ -520,6 +521,7 @@ def test_row_checks_refuse_invalid_arrays(tmp_path: Path) -> None:
         native.digest_file_rows(file.fileno(), 0, 2, 248)
 
 
+@pytest.mark.slow
 @each("damage", ["none", "bit", "infinite", "cut"])
 def test_damage_is_detected_with_and_without_compiled_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_wav, damage: str
@@ -569,6 +571,7 @@ def test_damage_is_detected_with_and_without_compiled_code(
 # ---- builds with and without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream", "memmap"])
 def test_build_without_compiled_code_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import numpy as np
 from each import each
 from errors import raises
@@ -82,6 +83,7 @@ def test_other_names_are_folders_of_the_user(name, tmp_path):
     assert len(scan(tmp_path).listings[0]) == 2
 
 
+@pytest.mark.slow
 @each("name", SOME)
 def test_at_any_depth_by_whatever_lists_recordings(tmp_path, name, caplog):
     root = tmp_path / ".data" / "set"  # only the folders below the root count

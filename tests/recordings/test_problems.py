@@ -398,6 +398,7 @@ def test_pair_shares_are_those_of_all_pairs(recordings: list[tuple[int, int]]) -
 # -- size -----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_recordings() -> None:
     "Healthy ones within 60 MB, and ones of which each has several problems."
     c = made(100_000)

@@ -418,6 +418,7 @@ def test_cache_is_unknown_when_no_byte_was_counted(
     assert (summary["cache"], summary["bytes_from_device"]) == ("warm", 0)
 
 
+@pytest.mark.slow
 def test_bytes_read_again_are_counted_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,7 @@ def test_scores(tmp_path_factory, kind, data, d, rows):
         assert [r["suggestion"] for r in given] == [f"random: {row[3]}" for row in cells[1:]]
 
 
+@pytest.mark.slow
 @each("d", NAMED.values(), ids=NAMED)
 def test_commands(tmp_path, capsys, d: Dialect):
     "Tables given to scan, build and verify; the labels of the second table replace those of the first."
