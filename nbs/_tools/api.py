@@ -138,7 +138,8 @@ def _entry(kind: str, full: str, function: Any, fence: str = ":::", how: str = "
 
 def _prose(value: Any) -> str:
     "The docstring, unless it is the one that a dataclass makes up."
-    text = inspect.getdoc(value) or ""
+    # without what `lm.NAME` adds for `help`: the table of parameters says it
+    text = re.split(r"\n\n(?:Parameters|Returns)\n-+\n", inspect.getdoc(value) or "")[0]
     return (
         ""
         if inspect.isclass(value) and text.startswith(f"{value.__name__}(")
