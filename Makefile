@@ -79,6 +79,7 @@ test-site: $(INSTALLED)-dev ## guides as notebooks; slow tests; installation, do
 static:
 	$(BIN)/ruff format --check nbs tests setup.py
 	$(BIN)/ruff check leakmel tests nbs/_tools nbs/benchmarks/*.py
+	$(BIN)/ruff check --select I nbs
 	$(BIN)/python nbs/_tools/sync.py --check
 	$(BIN)/mypy
 

@@ -6,7 +6,18 @@
 __all__ = []
 
 # %% ../nbs/cli.ipynb #7ba64018
-import argparse, errno, gc, io, json, logging, os, re, signal, sys, threading, warnings
+import argparse
+import errno
+import gc
+import io
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -254,7 +265,7 @@ def _in_shell_words(error: BaseException, command: str) -> str:
     def option(found: re.Match[str]) -> str:
         name, value = found[1], found[2]
         word = f"--{'no-' if value == 'False' else ''}{name.replace('_', '-')}"
-        if word not in known or word in tail or value is None and "_" not in name:
+        if word not in known or word in tail or (value is None and "_" not in name):
             return found[0]
         return word if value in (None, "True", "False") else f"{word} {value.strip(chr(39))}"
 

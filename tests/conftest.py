@@ -15,10 +15,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from promise_counts import Counted, names_of_promises, function_of
+from promise_counts import Counted, function_of, names_of_promises
 
-from leakmel.recordings.demo import write_demo, write_wav
 from leakmel.mel.engines import DEVICES
+from leakmel.recordings.demo import write_demo, write_wav
 
 DEVICES["fake"] = ("fake_device", "open_fake")  # `device="fake"` is a GPU played on the CPU
 

@@ -6,7 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/core/cluster.ipynb #cu000003
-import ipaddress, itertools, logging, sys, uuid
+import ipaddress
+import itertools
+import logging
+import sys
+import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import closing, contextmanager, suppress

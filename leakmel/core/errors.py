@@ -6,7 +6,9 @@
 __all__ = ['LeakmelError']
 
 # %% ../../nbs/core/errors.ipynb #292ef69c
-import errno, os, re
+import errno
+import os
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -303,7 +305,10 @@ def install_command(
     *extras: str,
 ) -> str:
     "Return the shell command that adds extras to this installation of leakmel, in the way in which it was installed."
-    import json, shlex, shutil, sys
+    import json
+    import shlex
+    import shutil
+    import sys
     from importlib.metadata import PackageNotFoundError, distribution
     from urllib.parse import urlsplit
     from urllib.request import url2pathname

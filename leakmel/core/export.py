@@ -6,7 +6,10 @@
 __all__ = ['ExportResult', 'Card']
 
 # %% ../../nbs/core/export.ipynb #a0d7f3be
-import base64, json, os, re
+import base64
+import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -6,7 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/core/files.ipynb #0f1e0003
-import json, os, re, signal, stat, threading
+import json
+import os
+import re
+import signal
+import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -283,6 +288,7 @@ def digest_of_file(
 ) -> str:  # hexadecimal digits; raises OSError
     "Compute the digest of a file block by block."
     import hashlib
+
     import xxhash
 
     total = xxhash.xxh3_128() if kind == "xxh3_128" else hashlib.new(kind)

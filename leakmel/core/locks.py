@@ -6,7 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/core/locks.ipynb #c3e29a73
-import errno, fcntl, json, math, os, shutil, stat, time
+import errno
+import fcntl
+import json
+import math
+import os
+import shutil
+import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass

@@ -6,7 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/core/machine_code.ipynb #6d630003
-import ctypes, hashlib, json, logging, os, tempfile
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace

@@ -6,7 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/core/monitor.ipynb #59f5ee59
-import math, os, platform, sys, threading, time
+import math
+import os
+import platform
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache

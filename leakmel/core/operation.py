@@ -6,7 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/core/operation.ipynb #d4f43ca4
-import argparse, dataclasses, importlib, json, os, textwrap, typing
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import textwrap
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from datetime import datetime
@@ -22,9 +28,9 @@ from leakmel.core.parameters import (
     answer_unknown,
     count_converter,
     field_choices,
-    source_comments,
     field_kinds,
     option_metavar,
+    source_comments,
     text_converter,
 )
 from leakmel.core.progress import line_width, print_error

@@ -6,13 +6,21 @@
 __all__ = []
 
 # %% ../../nbs/core/parameters.ipynb #580d0d02
-import argparse, ast, difflib, inspect, math, re, sys, textwrap, types, typing
+import argparse
+import ast
+import difflib
+import inspect
+import math
+import re
+import sys
+import textwrap
+import types
+import typing
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
-
 
 from leakmel.core.errors import UsageError
 
@@ -154,10 +162,10 @@ def _papermill_hint(name: str, value: Any, kinds: tuple[type | None, ...]) -> st
     if not isinstance(value, str):
         return ""
     meant = value.strip().capitalize()
-    is_plain = meant in ("True", "False") and bool in kinds or meant == "None" and None in kinds
+    is_plain = (meant in ("True", "False") and bool in kinds) or (meant == "None" and None in kinds)
     with suppress(ValueError):
         is_number = float in kinds and not is_plain and math.isfinite(float(meant))
-        if is_plain or is_number or int in kinds and meant == str(int(meant)):
+        if is_plain or is_number or (int in kinds and meant == str(int(meant))):
             return f"; papermill: -p {name} {meant}"
     return ""
 

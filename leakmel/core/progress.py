@@ -6,7 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/core/progress.ipynb #c70f5dad
-import html, io, logging, os, select, sys, textwrap, threading, time
+import html
+import io
+import logging
+import os
+import select
+import sys
+import textwrap
+import threading
+import time
 from typing import Any, Self, TextIO
 
 log = logging.getLogger("leakmel")

@@ -6,7 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/core/store.ipynb #so000003
-import hashlib, os, re, threading
+import hashlib
+import os
+import re
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress

@@ -6,7 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/core/threads.ipynb #8073fd24
-import errno, json, os, signal, subprocess, sys, threading, time, warnings
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass

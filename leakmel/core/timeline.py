@@ -6,7 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/core/timeline.ipynb #74e2f8d0
-import json, math, os, re, sys, textwrap, time
+import json
+import math
+import os
+import re
+import sys
+import textwrap
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

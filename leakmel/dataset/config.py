@@ -6,7 +6,10 @@
 __all__ = ['PipelineConfig']
 
 # %% ../../nbs/dataset/config.ipynb #7e79328f
-import json, logging, math, os
+import json
+import logging
+import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,15 +19,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from leakmel.recordings.wav import digest_of
 from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.monitor import machine_facts, usable_cores, wsl_version
 from leakmel.core.parameters import check_types, field_choices, field_kinds
-from leakmel.dataset.schema import open_file
 from leakmel.dataset.existing import engine_of_journal, journal_path
+from leakmel.dataset.schema import open_file
 from leakmel.mel.engines import ENGINES, DeviceOptions, Engine, engine_candidates, open_engine
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.wav import digest_of
 
 log = logging.getLogger("leakmel")
 

@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/dataset/consistency.ipynb #e4a2f11b
-import json, os
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,16 +16,16 @@ from typing import Any
 import h5py
 import numpy as np
 
-from leakmel.recordings.conform import FIGURES, add_faults, check_range, import_soxr, quality_figures
-from leakmel.recordings.labels import BEFORE_COLUMN, BY_COLUMN
-from leakmel.recordings import listing
-from leakmel.recordings.naming import SPLITS, Naming
-from leakmel.recordings.tables import NameTable, paths_below_root
-from leakmel.recordings.wav import DIGEST_ALGORITHM, Recording, read_wav
 from leakmel.core.errors import RecordingError, show_path
 from leakmel.core.store import LocalCopies, absolute_folder, is_url, store_path
 from leakmel.dataset import schema
 from leakmel.mel.spec import Bounds, MelSpec, bounds_of, reference_features
+from leakmel.recordings import listing
+from leakmel.recordings.conform import FIGURES, add_faults, check_range, import_soxr, quality_figures
+from leakmel.recordings.labels import BEFORE_COLUMN, BY_COLUMN
+from leakmel.recordings.naming import SPLITS, Naming
+from leakmel.recordings.tables import NameTable, paths_below_root
+from leakmel.recordings.wav import DIGEST_ALGORITHM, Recording, read_wav
 
 # %% ../../nbs/dataset/consistency.ipynb #7f2e7605
 Columns = Mapping[str, Any]  # by name: an array, or an HDF5 data set that is not read yet

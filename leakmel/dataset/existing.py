@@ -6,7 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/dataset/existing.ipynb #ff6c5778
-import base64, functools, json, logging, os, stat, sys, threading, time
+import base64
+import functools
+import json
+import logging
+import os
+import stat
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,8 +25,6 @@ import h5py
 import numpy as np
 import xxhash
 
-from leakmel.recordings.conform import FIGURES, native
-from leakmel.recordings.listing import DRY, Listing
 from leakmel.core.errors import MachineError
 from leakmel.core.files import (
     open_regular_file,
@@ -32,6 +38,8 @@ from leakmel.core.files import (
 from leakmel.core.store import StorePath
 from leakmel.dataset import schema
 from leakmel.dataset.loader import ENCODINGS, FACTS, STATUSES, codes_of, decoders
+from leakmel.recordings.conform import FIGURES, native
+from leakmel.recordings.listing import DRY, Listing
 
 log = logging.getLogger("leakmel")
 

@@ -6,7 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/dataset/inputs.ipynb #979435d9
-import errno, logging, math, os, re, shlex
+import errno
+import logging
+import math
+import os
+import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,17 +21,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from leakmel.core import errors
+from leakmel.core.comparison import text_column, text_key
+from leakmel.core.store import LocalCopies
+from leakmel.mel.spec import PRESET_RATE, MelSpec, preset_values
 from leakmel.recordings.conform import resampled_length
-from leakmel.recordings.problems import tied_values
 from leakmel.recordings.listing import Listing, holds_recording, split_folders
 from leakmel.recordings.manifest import Manifest, check_manifest, predict_command, scan
 from leakmel.recordings.naming import split_name
+from leakmel.recordings.problems import tied_values
 from leakmel.recordings.tables import require_same_table
 from leakmel.recordings.wav import OutOfMemory, open_regular, parse_header, read_error
-from leakmel.core.comparison import text_column, text_key
-from leakmel.core import errors
-from leakmel.core.store import LocalCopies
-from leakmel.mel.spec import PRESET_RATE, MelSpec, preset_values
 
 log = logging.getLogger("leakmel")
 

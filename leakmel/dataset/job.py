@@ -6,7 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/dataset/job.ipynb #b33870a8
-import logging, os, threading, time
+import logging
+import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,22 +21,15 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from leakmel.recordings.conform import FIGURES, digests_of, quality
-from leakmel.recordings.problems import Columns
-from leakmel.recordings.listing import part_range
-from leakmel.recordings.manifest import Manifest
-from leakmel.recordings.wav import digest_of
 from leakmel.core import errors
 from leakmel.core.files import delayed_signals, require_space, write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
 from leakmel.core.store import LocalCopies, absolute_folder
 from leakmel.core.timeline import Span, Timeline
-from leakmel.dataset.consistency import Sources
-from leakmel.dataset.verify import VerifyReport, check_data_set
-from leakmel.dataset import schema, loader
-from leakmel.dataset.writer import RowFile, allocated_bytes, part_bytes, part_offsets, read_at, write_at
+from leakmel.dataset import loader, schema
 from leakmel.dataset.config import PipelineConfig, Workers
+from leakmel.dataset.consistency import Sources
 from leakmel.dataset.existing import (
     KNOWN,
     ExistingDataset,
@@ -47,8 +43,15 @@ from leakmel.dataset.existing import (
 )
 from leakmel.dataset.inputs import SpecDecision, SpecLike, Target
 from leakmel.dataset.modes import MODES, CachedReader, Preloaded
+from leakmel.dataset.verify import VerifyReport, check_data_set
+from leakmel.dataset.writer import RowFile, allocated_bytes, part_bytes, part_offsets, read_at, write_at
 from leakmel.mel.engines import Engine
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.conform import FIGURES, digests_of, quality
+from leakmel.recordings.listing import part_range
+from leakmel.recordings.manifest import Manifest
+from leakmel.recordings.problems import Columns
+from leakmel.recordings.wav import digest_of
 
 log = logging.getLogger("leakmel")
 JOINED = ".joined"  # suffix of a part whose rows have been moved to the data set of all parts

@@ -6,7 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/dataset/loader.ipynb #9e51574a
-import base64, logging, os, shlex, threading, time
+import base64
+import logging
+import os
+import shlex
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -19,14 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.recordings.conform import FIGURES, add_faults, conform, digests_of, native, quality_figures
-from leakmel.recordings.listing import DRY, Listing
-from leakmel.recordings import wav
 from leakmel.core.errors import DataError, MachineError, RecordingError, show_path
 from leakmel.core.machine_code import BoundCall
 from leakmel.core.store import LocalCopies
 from leakmel.dataset.schema import Rejected
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings import wav
+from leakmel.recordings.conform import FIGURES, add_faults, conform, digests_of, native, quality_figures
+from leakmel.recordings.listing import DRY, Listing
 
 log = logging.getLogger("leakmel")
 

@@ -6,7 +6,14 @@
 __all__ = ['Preloaded', 'with_spec_rules', 'preload']
 
 # %% ../../nbs/dataset/modes.ipynb #45ac9297
-import json, logging, math, os, re, stat, threading, time
+import json
+import logging
+import math
+import os
+import re
+import stat
+import threading
+import time
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -16,10 +23,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from leakmel.recordings.conform import digests_of
-from leakmel.recordings.listing import Listing
-from leakmel.recordings.manifest import Manifest
-from leakmel.recordings.wav import CacheUse, OutOfMemory, digest_of, is_in_cache
 from leakmel.core.errors import DataError, MachineError, OutputError, UsageError, VerifyError, show_path
 from leakmel.core.files import open_private, read_at, require_space, sealed, unsealed, write_at, write_errors
 from leakmel.core.locks import OutputLock
@@ -28,13 +31,17 @@ from leakmel.core.progress import Progress, announce, size_text
 from leakmel.core.store import StorePath
 from leakmel.core.threads import ThreadGroup, run_threads
 from leakmel.core.timeline import Timeline
-from leakmel.dataset.schema import memory_file
-from leakmel.dataset.writer import reserve
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.existing import stamps_of
 from leakmel.dataset.inputs import SpecLike, decide_spec, list_recordings, listing_of_split
 from leakmel.dataset.loader import FACTS, BatchReader, Slot, decoders, plan_read_ahead
+from leakmel.dataset.schema import memory_file
+from leakmel.dataset.writer import reserve
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.conform import digests_of
+from leakmel.recordings.listing import Listing
+from leakmel.recordings.manifest import Manifest
+from leakmel.recordings.wav import CacheUse, OutOfMemory, digest_of, is_in_cache
 
 log = logging.getLogger("leakmel")
 
@@ -45,6 +52,7 @@ CACHE_VERSION = 6  # goes up with every change to what is cached, or to its layo
 def cache_key(listing: Listing, spec: MelSpec) -> str:  # 32 hexadecimal digits
     "Return the key of the cached samples of a listing."
     import xxhash
+
     from leakmel import __version__
 
     rules = [CACHE_VERSION, __version__, asdict(spec.rules), decoders(), os.path.realpath(listing.folder)]

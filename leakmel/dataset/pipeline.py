@@ -6,7 +6,16 @@
 __all__ = ['PartLane', 'PartResult', 'run_part', 'build_part', 'AbsentEngine', 'join', 'build', 'build_all']
 
 # %% ../../nbs/dataset/pipeline.ipynb #206df9ea
-import json, logging, os, re, shutil, stat, sys, threading, time, uuid
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import sys
+import threading
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -17,6 +26,26 @@ from typing import Any, cast
 import h5py
 import numpy as np
 
+from leakmel.core import errors
+from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
+from leakmel.core.files import read_own_json, sealed_json, write_errors
+from leakmel.core.locks import OutputLock
+from leakmel.core.operation import runs_folder, user_path
+from leakmel.core.progress import Progress
+from leakmel.core.store import StorePath, absolute_folder, output_path, store_path, upload_file
+from leakmel.core.timeline import Span, Timeline, merge_lanes
+from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.existing import read_state, recordings_digest
+from leakmel.dataset.inputs import SpecLike, Target, checked_inputs, listing_of_split
+from leakmel.dataset.job import JOINED, BuildRequest, Parts
+from leakmel.dataset.loader import BadFilesError, decoders
+from leakmel.dataset.modes import Preloaded
+from leakmel.dataset.publish import BuildResult, earlier_result
+from leakmel.dataset.reader import requested_spec
+from leakmel.dataset.schema import data_set_name, open_file
+from leakmel.dataset.targets import build_targets, list_for_build
+from leakmel.mel.engines import Engine, check_recording, open_engine
+from leakmel.mel.spec import MelSpec
 from leakmel.recordings.conform import to_rate
 from leakmel.recordings.labels import LabelTable
 from leakmel.recordings.listing import Listing, found_below
@@ -24,26 +53,6 @@ from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.naming import split_name
 from leakmel.recordings.tables import require_same_table
 from leakmel.recordings.wav import digest_of
-from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from leakmel.core import errors
-from leakmel.core.files import read_own_json, sealed_json, write_errors
-from leakmel.core.locks import OutputLock
-from leakmel.core.progress import Progress
-from leakmel.core.operation import runs_folder, user_path
-from leakmel.core.store import StorePath, absolute_folder, output_path, store_path, upload_file
-from leakmel.core.timeline import Span, Timeline, merge_lanes
-from leakmel.dataset.reader import requested_spec
-from leakmel.dataset.schema import data_set_name, open_file
-from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.existing import read_state, recordings_digest
-from leakmel.dataset.inputs import SpecLike, Target, checked_inputs, listing_of_split
-from leakmel.dataset.job import JOINED, BuildRequest, Parts
-from leakmel.dataset.modes import Preloaded
-from leakmel.dataset.publish import BuildResult, earlier_result
-from leakmel.dataset.targets import build_targets, list_for_build
-from leakmel.dataset.loader import BadFilesError, decoders
-from leakmel.mel.engines import Engine, check_recording, open_engine
-from leakmel.mel.spec import MelSpec
 
 log = logging.getLogger("leakmel")
 
@@ -204,6 +213,7 @@ def _store_listing(whole: Manifest, target: Path) -> None:  # raises OutputError
 def engine_probe(engine: Engine) -> str:  # 16 hexadecimal digits
     "Digest of an engine's results and of the versions of packages; equal on two machines if they build the same data set, byte by byte."
     import soundfile
+
     from leakmel import __version__
 
     samples, rate = check_recording(engine.spec), engine.spec.sample_rate

@@ -6,7 +6,10 @@
 __all__ = ['reused_rows_sentence', 'rate_text', 'BuildResult']
 
 # %% ../../nbs/dataset/publish.ipynb #b7380f48
-import ctypes, json, logging, os
+import ctypes
+import json
+import logging
+import os
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,19 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.recordings.listing import part_range
-from leakmel.recordings.manifest import Manifest, unlabelled_hint
-from leakmel.recordings import problems
-from leakmel.recordings.tables import require_same_table
 from leakmel.core.errors import DataError, OutputError, VerifyError, show_path
 from leakmel.core.files import read_own_json, replacing, sync_folder, write_errors, write_sealed
-from leakmel.core.timeline import mean, peak
-from leakmel.core.timeline import Timeline, write_timeline
-from leakmel.dataset.verify import VerifyReport, check_data_set, pick_rows
-from leakmel.dataset.schema import Rejected, open_file
+from leakmel.core.timeline import Timeline, mean, peak, write_timeline
 from leakmel.dataset.existing import stamps_at_build, stamps_of, write_state
 from leakmel.dataset.job import BuildContext, Job, job_metadata, note_columns, report_paths
 from leakmel.dataset.loader import all_rejected, check_rejected_share, rejected_dict
+from leakmel.dataset.schema import Rejected, open_file
+from leakmel.dataset.verify import VerifyReport, check_data_set, pick_rows
+from leakmel.recordings import problems
+from leakmel.recordings.listing import part_range
+from leakmel.recordings.manifest import Manifest, unlabelled_hint
+from leakmel.recordings.tables import require_same_table
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,7 +6,9 @@
 __all__ = ['MelDataset', 'open_dataset']
 
 # %% ../../nbs/dataset/reader.ipynb #e0078bc0
-import json, os, stat
+import json
+import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -17,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Self
 import h5py
 import numpy as np
 
-from leakmel.recordings.labels import CurrentLabels, Relabelled, relabel
 from leakmel.core.comparison import text_column, text_key
 from leakmel.core.errors import (
     DataError,
@@ -34,6 +35,7 @@ from leakmel.core.files import read_at, replacing
 from leakmel.core.parameters import answer_unknown, check_types, field_choices, field_kinds
 from leakmel.dataset import schema
 from leakmel.mel.spec import MelSpec, preset_values
+from leakmel.recordings.labels import CurrentLabels, Relabelled, relabel
 
 if TYPE_CHECKING:
     import pandas as pd

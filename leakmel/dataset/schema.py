@@ -6,11 +6,23 @@
 __all__ = []
 
 # %% ../../nbs/dataset/schema.ipynb #fa4c9a5f
-import errno, faulthandler, gc, json, mmap, os, re, resource, select, signal, stat, threading
+import errno
+import faulthandler
+import gc
+import json
+import mmap
+import os
+import re
+import resource
+import select
+import signal
+import stat
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NoReturn
@@ -19,8 +31,6 @@ import h5py
 import numpy as np
 from numpy.typing import DTypeLike
 
-from leakmel.recordings.naming import TIME_BYTES, NameParts, Naming, columns_of_names
-from leakmel.recordings.wav import DIGEST_ALGORITHM, MACHINE_FAULTS
 from leakmel.core.errors import (
     DataError,
     LeakmelError,
@@ -34,6 +44,8 @@ from leakmel.core.files import open_regular_file
 from leakmel.core.locks import NO_FLOCK
 from leakmel.core.threads import child_process
 from leakmel.mel.spec import MelSpec, spec_from_dict
+from leakmel.recordings.naming import TIME_BYTES, NameParts, Naming, columns_of_names
+from leakmel.recordings.wav import DIGEST_ALGORITHM, MACHINE_FAULTS
 
 # %% ../../nbs/dataset/schema.ipynb #59f87d6a
 SCHEMA_VERSION = 1
@@ -159,7 +171,7 @@ def consecutive_runs(
     breaks = np.any([np.diff(x) != 1 for x in numbers], axis=0).nonzero()[0] + 1
     edges = [0, *breaks.tolist(), n]
     step = most or max(1, n)
-    for start, end in zip(edges, edges[1:]):
+    for start, end in pairwise(edges):
         for at in range(start, end, step):
             yield slice(at, min(end, at + step))
 

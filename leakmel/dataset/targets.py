@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/dataset/targets.ipynb #tg000100
-import logging, threading
+import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
@@ -18,24 +19,24 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.recordings.conform import int16_moments, native
-from leakmel.recordings.labels import LabelTable, relabel_manifest
-from leakmel.recordings.manifest import Manifest, check_manifest
 from leakmel.core.errors import EngineError, LeakmelError, MachineError
 from leakmel.core.files import write_errors
 from leakmel.core.monitor import Monitor, machine_facts, usable_cores
 from leakmel.core.progress import Progress
 from leakmel.core.threads import ThreadGroup, machine_error, run_threads
 from leakmel.core.timeline import Span, SpanCounts, Timeline
-from leakmel.dataset.verify import check_sample
 from leakmel.dataset.config import open_chosen, plan_workers
 from leakmel.dataset.inputs import Target, checked_inputs, list_recordings
 from leakmel.dataset.job import BuildContext, BuildRequest, Job, Parts, open_jobs
+from leakmel.dataset.loader import ObjectReader, ReadAhead, Slot, plan_read_ahead
 from leakmel.dataset.modes import Preloaded, prepare, with_spec_rules
 from leakmel.dataset.publish import BuildResult, publish, read_ahead_for_check, result_of
-from leakmel.dataset.loader import ObjectReader, ReadAhead, Slot, plan_read_ahead
+from leakmel.dataset.verify import check_sample
 from leakmel.mel.engines import DeviceOptions, Engine, EngineLane, load_engine, may_have_cuda, open_engine
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.conform import int16_moments, native
+from leakmel.recordings.labels import LabelTable, relabel_manifest
+from leakmel.recordings.manifest import Manifest, check_manifest
 
 log = logging.getLogger("leakmel")
 

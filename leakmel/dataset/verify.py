@@ -6,7 +6,8 @@
 __all__ = ['VerifyReport', 'verify']
 
 # %% ../../nbs/dataset/verify.ipynb #959a3b84
-import json, os
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,10 +19,6 @@ from typing import Any, cast
 import h5py
 import numpy as np
 
-from leakmel.recordings.conform import digests_in_file, digests_of
-from leakmel.recordings.listing import existing_folder, split_folders
-from leakmel.recordings.naming import Naming
-from leakmel.recordings.tables import NameTable, read_table
 from leakmel.core import errors
 from leakmel.core.monitor import usable_cores
 from leakmel.core.store import StorePath
@@ -29,6 +26,10 @@ from leakmel.dataset import consistency, schema
 from leakmel.dataset.consistency import Columns, Source, Sources, expected_bounds
 from leakmel.dataset.reader import read_rows
 from leakmel.mel.spec import MelSpec, compare_each
+from leakmel.recordings.conform import digests_in_file, digests_of
+from leakmel.recordings.listing import existing_folder, split_folders
+from leakmel.recordings.naming import Naming
+from leakmel.recordings.tables import NameTable, read_table
 
 # %% ../../nbs/dataset/verify.ipynb #fae71a10
 @dataclass

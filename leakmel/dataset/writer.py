@@ -6,7 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/dataset/writer.ipynb #323da97f
-import ctypes, errno, os, stat, threading, zlib
+import ctypes
+import errno
+import os
+import stat
+import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +23,6 @@ from typing import TypeVar
 import h5py
 import numpy as np
 
-from leakmel.recordings.conform import digests_in_file
 from leakmel.core.errors import OutputError, VerifyError, write_error
 from leakmel.core.files import read_at, require_space, sync_folder, write_at, write_errors
 from leakmel.core.monitor import usable_cores
@@ -37,6 +41,7 @@ from leakmel.dataset.schema import (
     open_file,
     write_metadata,
 )
+from leakmel.recordings.conform import digests_in_file
 
 # %% ../../nbs/dataset/writer.ipynb #dcb699b3
 @cache

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from leakmel.recordings.wav import read_wav
 from leakmel.core.errors import RecordingError, UsageError, show_path
 from leakmel.core.store import LocalCopies
-from leakmel.pages.page_figures import Section, write_report
-from leakmel.pages import plots as style
-from leakmel.pages.plots import f32, plain_text, styled_figure
 from leakmel.detector.data.segments import conform_recording, covered_samples, cut_into_rows
-from leakmel.detector.evaluate.resampling import CrossValidation
-from leakmel.detector.evaluate.plots import ScoredSpectrogram, counted, spectrogram_figure
 from leakmel.detector.evaluate.evaluation import Evaluation
+from leakmel.detector.evaluate.plots import ScoredSpectrogram, counted, spectrogram_figure
+from leakmel.detector.evaluate.resampling import CrossValidation
 from leakmel.detector.predict.predict import Predictions, ScoredRecording
-from leakmel.detector.train.state import learning_curves
 from leakmel.detector.train.loop import TrainResult
+from leakmel.detector.train.state import learning_curves
 from leakmel.mel.engines import log_mel
+from leakmel.pages import plots as style
+from leakmel.pages.page_figures import Section, write_report
+from leakmel.pages.plots import f32, plain_text, styled_figure
+from leakmel.recordings.wav import read_wav
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -43,15 +43,15 @@ def score_histogram(predictions: Predictions) -> "go.Figure":
     edges = np.linspace(0, 1, _N_BINS + 1)
     parts = (("no leak", table["score"][~table["leak"]]), ("leak", table["score"][table["leak"]]))
     traces = [
-        dict(
-            type="bar",
-            name=f"{name} ({len(mine):,})",
-            x=f32(edges[:-1] + np.diff(edges) / 2),
-            y=np.histogram(mine, edges)[0],
-            width=1 / _N_BINS,
-            marker=dict(color=style.LABEL_COLORS[k], line=dict(width=0)),
-            hovertemplate="%{y:,} recordings around %{x:.3f}",
-        )
+        {
+            "type": "bar",
+            "name": f"{name} ({len(mine):,})",
+            "x": f32(edges[:-1] + np.diff(edges) / 2),
+            "y": np.histogram(mine, edges)[0],
+            "width": 1 / _N_BINS,
+            "marker": {"color": style.LABEL_COLORS[k], "line": {"width": 0}},
+            "hovertemplate": "%{y:,} recordings around %{x:.3f}",
+        }
         for k, (name, mine) in enumerate(parts)
     ]
     close = int((np.abs(table["score"] - threshold) < _NEAR_THRESHOLD).sum())
@@ -63,10 +63,10 @@ def score_histogram(predictions: Predictions) -> "go.Figure":
         height=300,
         barmode="stack",
         bargap=0,
-        xaxis=dict(title=dict(text="score"), range=[0, 1]),
-        yaxis=dict(title=dict(text="recordings")),
+        xaxis={"title": {"text": "score"}, "range": [0, 1]},
+        yaxis={"title": {"text": "recordings"}},
     )
-    return fig.add_vline(x=threshold, line=dict(color=style.TEXT_COLOUR, width=1, dash="dash"))
+    return fig.add_vline(x=threshold, line={"color": style.TEXT_COLOUR, "width": 1, "dash": "dash"})
 
 # %% ../../nbs/detector/reports.ipynb #06365f3d
 def score_by_level(predictions: Predictions) -> "go.Figure":
@@ -80,16 +80,16 @@ def score_by_level(predictions: Predictions) -> "go.Figure":
         title = f"Rank correlation of score and level: {audible['rms_db'].rank().corr(audible['score'].rank()):.2f}"
     shown = audible.iloc[:: -(-len(audible) // (style.MAX_POINTS // 2))]
     traces = [
-        dict(
-            type="scatter",
-            name=name,
-            x=f32(mine["rms_db"]),
-            y=f32(mine["score"]),
-            mode="markers",
-            text=[plain_text(p) for p in mine["path"]],
-            marker=dict(color=style.LABEL_COLORS[k], size=6, opacity=0.7),
-            hovertemplate="%{text}<br>%{y:.3f} at %{x:.1f} dB<extra></extra>",
-        )
+        {
+            "type": "scatter",
+            "name": name,
+            "x": f32(mine["rms_db"]),
+            "y": f32(mine["score"]),
+            "mode": "markers",
+            "text": [plain_text(p) for p in mine["path"]],
+            "marker": {"color": style.LABEL_COLORS[k], "size": 6, "opacity": 0.7},
+            "hovertemplate": "%{text}<br>%{y:.3f} at %{x:.1f} dB<extra></extra>",
+        }
         for k, (name, mine) in enumerate((("no leak", shown[~shown["leak"]]), ("leak", shown[shown["leak"]])))
     ]
     fewer = f", {len(shown):,} of them drawn" if len(shown) < len(audible) else ""
@@ -98,11 +98,11 @@ def score_by_level(predictions: Predictions) -> "go.Figure":
         title or "Too few recordings to compare score and level",
         f"{len(audible):,} recordings that are not silent{fewer}",
         height=320,
-        xaxis=dict(title=dict(text="level (dB re full scale)")),
-        yaxis=dict(title=dict(text="score"), range=[-0.02, 1.02]),
+        xaxis={"title": {"text": "level (dB re full scale)"}},
+        yaxis={"title": {"text": "score"}, "range": [-0.02, 1.02]},
     )
     return fig.add_hline(
-        y=predictions.rule.threshold, line=dict(color=style.TEXT_COLOUR, width=1, dash="dash")
+        y=predictions.rule.threshold, line={"color": style.TEXT_COLOUR, "width": 1, "dash": "dash"}
     )
 
 # %% ../../nbs/detector/reports.ipynb #48afff51

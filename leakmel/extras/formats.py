@@ -6,7 +6,13 @@
 __all__ = ['FORMATS', 'MARKER', 'export_dataset', 'card']
 
 # %% ../../nbs/extras/formats.ipynb #f0570003
-import io, json, math, os, re, tarfile, time
+import io
+import json
+import math
+import os
+import re
+import tarfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -16,18 +22,19 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-import h5py, numpy as np
+import h5py
+import numpy as np
 
-from leakmel.recordings.conform import digests_of
 from leakmel.core import export
-from leakmel.core.export import ExportResult, require_package
 from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
+from leakmel.core.export import ExportResult, require_package
 from leakmel.core.files import digest_of_file, read_own_json
 from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
 from leakmel.dataset.reader import MelDataset, damage_errors, open_dataset, read_rows
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE, data_set_name, file_columns, metadata_digest
+from leakmel.recordings.conform import digests_of
 
 # %% ../../nbs/extras/formats.ipynb #f0540005
 SPLITS = ("TRAINING", "VALIDATION", "TESTING", "")  # of the data sets in a folder

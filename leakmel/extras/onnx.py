@@ -6,7 +6,12 @@
 __all__ = ['OnnxExport', 'export_onnx']
 
 # %% ../../nbs/extras/onnx.ipynb #0d000002
-import json, logging, os, re, tempfile, warnings
+import json
+import logging
+import os
+import re
+import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,15 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from leakmel import __version__
-from leakmel.recordings.conform import even_step
-from leakmel.recordings.listing import make_listing
-from leakmel.recordings.manifest import Manifest
-from leakmel.recordings.naming import Naming
-from leakmel.recordings.wav import digest_of, read_wav
 from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.export import require_package
 from leakmel.core.files import write_whole
 from leakmel.core.store import LocalCopies, output_path
-from leakmel.core.export import require_package
 from leakmel.detector.data.segments import LEFT_OUT, conform_recording
 from leakmel.detector.metrics.metrics import Calibration, fit_calibration, leak_metrics, segments_needed
 from leakmel.detector.model.detector import Detector, load_detector, platt, required_spec
@@ -37,6 +37,11 @@ from leakmel.detector.model.spectral import SpectralClassifier
 from leakmel.detector.predict.predict import predict
 from leakmel.detector.predict.scoring import find_recordings, label_in
 from leakmel.mel.spec import MelSpec, hann_periodic
+from leakmel.recordings.conform import even_step
+from leakmel.recordings.listing import make_listing
+from leakmel.recordings.manifest import Manifest
+from leakmel.recordings.naming import Naming
+from leakmel.recordings.wav import digest_of, read_wav
 
 if TYPE_CHECKING:
     import onnx

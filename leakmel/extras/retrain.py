@@ -6,7 +6,9 @@
 __all__ = ['Round', 'retrain']
 
 # %% ../../nbs/extras/retrain.ipynb #e65a399a
-import json, os, warnings
+import json
+import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,13 +20,11 @@ import numpy as np
 import pandas as pd
 
 from leakmel import __version__
-from leakmel.recordings.labels import CurrentLabels, LabelTable, check_paths, read_labels, relabel
-from leakmel.recordings.wav import digest_of
 from leakmel.core.comparison import match_texts
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
-from leakmel.core.progress import Progress, announce
 from leakmel.core.operation import RowTable, user_path
+from leakmel.core.progress import Progress, announce
 from leakmel.detector.data import segments
 from leakmel.detector.data.segments import LEFT_OUT, DataSource, Segments, Task
 from leakmel.detector.data.splits import (
@@ -49,6 +49,8 @@ from leakmel.detector.model.settings import (
 )
 from leakmel.detector.train.loop import TrainingRun, folder_lock, train_network
 from leakmel.detector.train.state import TooShortWarning, TrainingData, TrainingState, row_digests, too_short
+from leakmel.recordings.labels import CurrentLabels, LabelTable, check_paths, read_labels, relabel
+from leakmel.recordings.wav import digest_of
 
 # %% ../../nbs/extras/retrain.ipynb #910813c8
 _NETWORK_SETTINGS = ("channels", "dropout")
@@ -746,8 +748,8 @@ def conclude(
 # %% ../../nbs/extras/retrain.ipynb #8fbd898d
 def promotion_plot(done: "Round") -> Any:  # plotly.graph_objects.Figure
     "Draw the figures of champion and challenger on the test set, with confidence intervals."
-    from leakmel.pages.plots import LABEL_COLORS, f32, styled_figure
     from leakmel.detector.evaluate.plots import error_bars
+    from leakmel.pages.plots import LABEL_COLORS, f32, styled_figure
 
     duel = done.duels["testing"]
     traces = []
@@ -755,23 +757,23 @@ def promotion_plot(done: "Round") -> Any:  # plotly.graph_objects.Figure
         values, intervals = list(scored.figures.values()), list(scored.intervals.values())
         ends = [i.low for i in intervals], [i.high for i in intervals]
         traces.append(
-            dict(
-                type="scatter",
-                name=scored.title,
-                x=f32(values),
-                y=[significance.figure_title(f) for f in scored.figures],
-                mode="markers",
-                marker=dict(color=LABEL_COLORS[k], size=9),
-                error_x=error_bars(values, *ends, LABEL_COLORS[k]),
-            )
+            {
+                "type": "scatter",
+                "name": scored.title,
+                "x": f32(values),
+                "y": [significance.figure_title(f) for f in scored.figures],
+                "mode": "markers",
+                "marker": {"color": LABEL_COLORS[k], "size": 9},
+                "error_x": error_bars(values, *ends, LABEL_COLORS[k]),
+            }
         )
     return styled_figure(
         traces,
         "The challenger is the new champion" if done.replaced else "The champion stays",
         f"{len(duel.groups.code):,} test recordings; lines: 95 % confidence intervals, if they are known",
         height=340,
-        xaxis=dict(title=dict(text="value"), range=[0, 1.02]),
-        yaxis=dict(title=dict(text=""), autorange="reversed"),
+        xaxis={"title": {"text": "value"}, "range": [0, 1.02]},
+        yaxis={"title": {"text": ""}, "autorange": "reversed"},
         scattermode="group",
     )
 
@@ -890,7 +892,12 @@ def retrain(
             taught = np.where(selection.kept, selection.classes[:, None], LEFT_OUT)
             pieces = [(new, taught), (parts["replay"], again)]
             items = SegmentSubset(pieces, holder.task, preload_to_ram=own.preload_to_ram, progress=show)
-            how: dict[str, Any] = dict(resume=resume, device=device, checkpoints=checkpoints, show=show)
+            how: dict[str, Any] = {
+                "resume": resume,
+                "device": device,
+                "checkpoints": checkpoints,
+                "show": show,
+            }
             challenger = fine_tune(holder, items, chosen_by, own, round_folder(folder, number), **how)
             models = {
                 "champion": (holder, scored(score_rows, holder, test, "testing, champion")),

@@ -6,7 +6,13 @@
 __all__ = ['SearchResult', 'search']
 
 # %% ../../nbs/extras/search.ipynb #3b96ed78
-import itertools, json, math, os, time, uuid, warnings
+import itertools
+import json
+import math
+import os
+import time
+import uuid
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import closing, nullcontext, suppress
@@ -19,7 +25,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from leakmel.recordings.wav import digest_of
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from leakmel.core.errors import (
     DataError,
@@ -31,17 +36,18 @@ from leakmel.core.errors import (
     show_path,
 )
 from leakmel.core.files import read_own_json, sealed_json, write_whole
+from leakmel.core.operation import RowTable, user_path
 from leakmel.core.parameters import answer_unknown, field_kinds
 from leakmel.core.progress import Progress, announce
-from leakmel.core.operation import RowTable, user_path
-from leakmel.pages.page_figures import Section, write_report
-from leakmel.pages.plots import f32, plain_text, seconds_text, styled_figure
 from leakmel.detector.data.splits import LeakySplitWarning, Split
 from leakmel.detector.model.detector import Detector, load_detector
 from leakmel.detector.model.files import latest_checkpoint, pick_device, remove_file
 from leakmel.detector.model.settings import RESUME, SPEED_ONLY, CheckpointSettings, TrainSettings, with_length
 from leakmel.detector.train import state
 from leakmel.detector.train.loop import folder_lock, train
+from leakmel.pages.page_figures import Section, write_report
+from leakmel.pages.plots import f32, plain_text, seconds_text, styled_figure
+from leakmel.recordings.wav import digest_of
 
 Space = dict[str, Any]  # setting -> distribution of Optuna, which need not be installed
 
@@ -424,7 +430,7 @@ class SearchResult(RowTable):
             x=numbers,
             y=f32([t.f1 for t in shown]),
             mode="markers",
-            marker=dict(color=state.F1_COLOR, symbol=[symbols[t.state] for t in shown], size=8),
+            marker={"color": state.F1_COLOR, "symbol": [symbols[t.state] for t in shown], "size": 8},
             customdata=list(map(plain_text, texts)),
             hovertemplate="trial %{x}: F1 %{y:.4f}<br>%{customdata}<extra></extra>",
         )
@@ -434,7 +440,7 @@ class SearchResult(RowTable):
             x=numbers,
             y=f32(complete.cummax().ffill()),
             mode="lines",
-            line=dict(color=state.LOSS_COLOR, width=2, shape="hv"),
+            line={"color": state.LOSS_COLOR, "width": 2, "shape": "hv"},
             hoverinfo="skip",
         )
         best = self.best
@@ -445,8 +451,8 @@ class SearchResult(RowTable):
             gain if best.number else f"None of {n} trials is better than the initial settings",
             "F1 on validation, which also selected the best trial: the highest of many is too optimistic",
             height=360,
-            xaxis=dict(title=dict(text="trial")),
-            yaxis=dict(title=dict(text="F1 of recordings")),
+            xaxis={"title": {"text": "trial"}},
+            yaxis={"title": {"text": "F1 of recordings"}},
         )
         return {"history": figure}
 
@@ -578,7 +584,7 @@ class _Search:
             if lost:  # of several, the one that ended the processes is not known: the next search repeats all
                 raise lost[0][1]
         best = best_of(self.trials)
-        if not best.number or len(self.trials) < n_trials and self.reserve >= seconds:
+        if not best.number or (len(self.trials) < n_trials and self.reserve >= seconds):
             return
         seeds = [(self.base.seed + 1 + k) % (1 << 63) for k in range(again)]
         wanted = (replace(t, seed=seed) for seed in seeds for t in (self.rows[0, None], best))
@@ -657,7 +663,7 @@ def _train(trial: Trial, s: _Search) -> tuple[Trial, Exception | None]:
         s.note(f"trial {trial.number}, epoch {e.epoch}, F1 {e.f1:.3f}")
         is_last = len(epochs) >= settings.epochs or state.should_stop(epochs, settings.early_stop_epochs)
         is_stopped = s.n_together > 0 and s.stop_file.exists()
-        if is_stopped or trial.seed is None and not is_last and probe.should_prune():
+        if is_stopped or (trial.seed is None and not is_last and probe.should_prune()):
             raise optuna.TrialPruned
 
     ended: dict[str, Any] = {"state": "pruned"}  # fields of the trial
@@ -723,7 +729,7 @@ def search(
         raise UsageError("unknown resume", code="unknown-value", found=resume, expected=", ".join(RESUME))
     for name, value in {"trials": trials, "again": again, **pruning, "hours": hours}.items():
         kinds = (int, float, type(None)) if name == "hours" else (int,)
-        if type(value) not in kinds or value is not None and not int(name == "trials") <= value < math.inf:
+        if type(value) not in kinds or (value is not None and not int(name == "trials") <= value < math.inf):
             raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
     began = time.monotonic()
     base = replace(settings or TrainSettings(), detector="cnn")
@@ -738,8 +744,13 @@ def search(
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     searched = read_space(space, base)
     folder = user_path(out)
-    how: dict[str, Any] = dict(leak_label=leak_label, kind=kind, leave_out=leave_out, legacy=legacy)
-    how |= dict(training=training, validation=validation, split=split, allow_leaky_split=allow_leaky_split)
+    how: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy}
+    how |= {
+        "training": training,
+        "validation": validation,
+        "split": split,
+        "allow_leaky_split": allow_leaky_split,
+    }
     with state.open_training(settings=replace(base, preload_to_ram=False), progress=show, **how) as data:
         if data.validation is None:
             raise UsageError(

@@ -7,7 +7,11 @@ __all__ = ['FORMAT', 'SAME_CONTENT', 'SAME_FEATURES', 'Collection', 'Embeddings'
            'require_used', 'embed', 'Neighbour', 'SimilarRecordings', 'similar']
 
 # %% ../../nbs/extras/similar.ipynb #399fdd8f
-import io, json, os, time, zipfile
+import io
+import json
+import os
+import time
+import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,10 +22,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from leakmel.recordings.conform import native
-from leakmel.recordings.listing import make_listing
-from leakmel.recordings.naming import Naming
-from leakmel.recordings.wav import digest_of, read_wav
 from leakmel.core.errors import (
     DataError,
     LeakmelError,
@@ -34,10 +34,9 @@ from leakmel.core.errors import (
 from leakmel.core.files import read_own, sealed, write_whole
 from leakmel.core.progress import Progress
 from leakmel.core.store import is_url, output_path
+from leakmel.dataset.inputs import SpecLike, decide_spec
 from leakmel.dataset.reader import open_dataset, read_rows
 from leakmel.dataset.schema import Rejected
-from leakmel.dataset.inputs import SpecLike, decide_spec
-from leakmel.pages.plots import mels_by_label
 from leakmel.detector.data import segments
 from leakmel.detector.data.segments import DataSource, Segments, conform_recording
 from leakmel.detector.model.detector import Detector, load_detector, required_spec, spec_differences
@@ -47,6 +46,11 @@ from leakmel.detector.predict import scoring as scorers
 from leakmel.detector.predict.scoring import ParsedNames, RecordingList, RowBlock, find_recordings
 from leakmel.mel.engines import log_mel
 from leakmel.mel.spec import MelSpec
+from leakmel.pages.plots import mels_by_label
+from leakmel.recordings.conform import native
+from leakmel.recordings.listing import make_listing
+from leakmel.recordings.naming import Naming
+from leakmel.recordings.wav import digest_of, read_wav
 
 if TYPE_CHECKING:
     import pandas as pd

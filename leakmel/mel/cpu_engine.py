@@ -6,17 +6,19 @@
 __all__ = []
 
 # %% ../../nbs/mel/cpu_engine.ipynb #6fe99f32
-import platform, sys, threading
+import platform
+import sys
+import threading
 from functools import cache
 
 import numpy as np
 
-from leakmel.recordings.conform import int16_moments, moments_of
 from leakmel.core.errors import EngineError
 from leakmel.core.machine_code import BoundCall, CompiledFunction, load_compiled
 from leakmel.core.monitor import usable_cores
 from leakmel.mel.engines import DeviceOptions, Engine, UnsupportedSpec
 from leakmel.mel.spec import MelSpec, frame_places, hann_periodic
+from leakmel.recordings.conform import int16_moments, moments_of
 
 if sys.byteorder != "little":
     raise ImportError("the compiled kernel needs a little-endian machine")

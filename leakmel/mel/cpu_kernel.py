@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #f8469067
-import math, sys
+import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

@@ -6,7 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/mel/device.ipynb #823e0b41
-import logging, math, mmap, re, threading
+import logging
+import math
+import mmap
+import re
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,11 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from leakmel.recordings.conform import moments_of
 from leakmel.core.errors import EngineError, UsageError
 from leakmel.core.timeline import Span, Timeline
 from leakmel.mel.engines import DEVICES, EngineUnavailable, Label, Ticket
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.conform import moments_of
 
 # %% ../../nbs/mel/device.ipynb #8affa553
 class Event:

@@ -6,7 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/mel/device_engine.ipynb #dc96ff40
-import itertools, logging, threading
+import itertools
+import logging
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -6,7 +6,9 @@
 __all__ = ['log_mel']
 
 # %% ../../nbs/mel/engines.ipynb #8f4523f8
-import ctypes, logging, os
+import ctypes
+import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -15,7 +17,6 @@ from importlib import import_module
 
 import numpy as np
 
-from leakmel.recordings.conform import check_range, moments_of
 from leakmel.core.errors import (
     EngineError,
     LeakmelError,
@@ -27,6 +28,7 @@ from leakmel.core.errors import (
 from leakmel.core.machine_code import BoundCall
 from leakmel.core.timeline import Timeline
 from leakmel.mel.spec import MelSpec, Reference, compare, reference_features, reference_log_mel
+from leakmel.recordings.conform import check_range, moments_of
 
 # %% ../../nbs/mel/engines.ipynb #da029a2f
 # samples [B, N] int16 or float32, and the array [B, L, S, M, T] to fill

@@ -6,7 +6,9 @@
 __all__ = ['MelSpec']
 
 # %% ../../nbs/mel/spec.ipynb #35830562
-import hashlib, json, math
+import hashlib
+import json
+import math
 from collections import namedtuple
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -14,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from leakmel.recordings.conform import ConformRules, SegmentGrid
 from leakmel.core.errors import SpecError
+from leakmel.recordings.conform import ConformRules, SegmentGrid
 
 # %% ../../nbs/mel/spec.ipynb #f5133487
 _SLANEY_HZ_PER_MEL = 200 / 3
@@ -277,7 +279,7 @@ def frame_places(spec: MelSpec) -> tuple[np.ndarray, np.ndarray]:
 
     Return the index of the first place of each distinct frame, [D + 1], and the places, [L S T].
     """
-    n_long, n_short, n_mels, n_frames = spec.row_shape
+    n_mels, n_frames = spec.row_shape[2:]
     starts, index = spec.grid.distinct
     segment, t = np.divmod(np.argsort(index, axis=None, kind="stable"), n_frames)
     counts = np.bincount(index.ravel(), minlength=len(starts))

@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/mel/torch_engine.ipynb #cd0edbb2
-import sys, threading
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -17,14 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from leakmel.recordings.conform import FULL_SCALE, even_step, int16_moments, moments_of
-from leakmel.recordings.wav import digest_of
 from leakmel.core.errors import EngineError, install_command
 from leakmel.core.monitor import usable_cores
 from leakmel.mel.device import Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine
 from leakmel.mel.engines import DeviceOptions, EngineUnavailable, UnsupportedSpec, check_recording
 from leakmel.mel.spec import MelSpec, hann_periodic
+from leakmel.recordings.conform import FULL_SCALE, even_step, int16_moments, moments_of
+from leakmel.recordings.wav import digest_of
 
 # %% ../../nbs/mel/torch_engine.ipynb #269de9a7
 FRAME_ALIGN = 16  # frames of a recording are padded to a multiple of this

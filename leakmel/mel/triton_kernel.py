@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/mel/triton_kernel.ipynb #887425ec
-import re, threading
+import re
+import threading
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,12 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-from leakmel.recordings.conform import FULL_SCALE
 from leakmel.core.errors import EngineError
 from leakmel.mel.device import Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine
 from leakmel.mel.engines import DeviceOptions, EngineUnavailable
 from leakmel.mel.spec import MelSpec, frame_places, hann_periodic
+from leakmel.recordings.conform import FULL_SCALE
 
 # %% ../../nbs/mel/triton_kernel.ipynb #b3050d86
 def folded_dft(

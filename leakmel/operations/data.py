@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/operations/data.ipynb #f793f1ca
-import math, os
+import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,12 +32,12 @@ from leakmel.core.operation import (
 from leakmel.core.progress import Progress, wrap_text
 
 if TYPE_CHECKING:
-    from leakmel.recordings.manifest import Manifest
     from leakmel.dataset.config import PipelineConfig, Workers
     from leakmel.dataset.inputs import SpecDecision
     from leakmel.dataset.modes import ModeChoice
     from leakmel.dataset.publish import BuildResult
     from leakmel.mel.spec import MelSpec
+    from leakmel.recordings.manifest import Manifest
 
 # %% ../../nbs/operations/data.ipynb #e53a74b6
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +110,9 @@ class Scan(NamedRecordings):
     save: str | None = option(None, metavar="FILE")
 
     def __call__(self, run: Run) -> Outcome:
+        from leakmel.dataset.inputs import propose_build
         from leakmel.recordings.manifest import hints, shared_groups
         from leakmel.recordings.problems import CANNOT_BE_USED, count_kinds, group_of
-        from leakmel.dataset.inputs import propose_build
 
         split = None if self.split == "all" else self.split
         manifest = lm.scan(
@@ -156,7 +157,7 @@ class Scan(NamedRecordings):
             "proposal": None if proposal is None else proposal.to_dict(),
             "listing": stored,
         }
-        failed = lost or not len(manifest) or self.strict and problems
+        failed = lost or not len(manifest) or (self.strict and problems)
         return Outcome(manifest, body, "\n".join(lines), 1 if failed else 0)
 
 # %% ../../nbs/operations/data.ipynb #e0cb2b5d
@@ -215,11 +216,11 @@ class BuildPlan(RowTable):
 
     def rows(self) -> Iterator[tuple[str, str]]:
         "Pairs of a name and a text."
-        from leakmel.recordings.manifest import unlabelled_hint
-        from leakmel.recordings.problems import count_kinds
         from leakmel.dataset.config import slot_bytes
         from leakmel.dataset.job import waveform_shape
         from leakmel.dataset.loader import percent
+        from leakmel.recordings.manifest import unlabelled_hint
+        from leakmel.recordings.problems import count_kinds
 
         spec, w, n = self.spec, self.workers, len(self.manifest)
         n_long, n_short, n_mels, n_frames = spec.row_shape
@@ -366,13 +367,12 @@ class Build(WithFeatures):
 
     def plan(self, run: Run) -> BuildPlan:
         "Find the data, resolve the spec, open the engine once, and choose the results folder; raises LeakmelError for all that is wrong before the work."
-        from leakmel.recordings.labels import read_labels
-        from leakmel.dataset.config import plan_workers
-        from leakmel.dataset.config import open_chosen
+        from leakmel.core.timeline import check_analysis
+        from leakmel.dataset.config import open_chosen, plan_workers
         from leakmel.dataset.inputs import check_listing, decide_spec
         from leakmel.dataset.modes import pick_mode
         from leakmel.dataset.pipeline import find_data
-        from leakmel.core.timeline import check_analysis
+        from leakmel.recordings.labels import read_labels
 
         check_analysis(self.analysis)
         root, note = find_data(self.data_root, progress=run.progress)
@@ -546,10 +546,10 @@ def build_answer(
     run: Run,
 ) -> str:
     "Return a line on each data set, and lines on what to act on: changed and rejected recordings, and problems."
+    from leakmel.dataset.loader import share_sentence
+    from leakmel.dataset.publish import reused_rows_sentence
     from leakmel.recordings.labels import counts_text
     from leakmel.recordings.problems import format_counts
-    from leakmel.dataset.publish import reused_rows_sentence
-    from leakmel.dataset.loader import share_sentence
 
     lines = []
     for r in results:

@@ -15,8 +15,21 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import leakmel as lm
 from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
-from leakmel.core.operation import Operation, Outcome, RowTable, Run, Texts, newest_run, operation
-from leakmel.core.operation import option, refuse_unused, run_folder, runs_folder, user_path, write_summary
+from leakmel.core.operation import (
+    Operation,
+    Outcome,
+    RowTable,
+    Run,
+    Texts,
+    newest_run,
+    operation,
+    option,
+    refuse_unused,
+    run_folder,
+    runs_folder,
+    user_path,
+    write_summary,
+)
 from leakmel.core.progress import wrap_text
 from leakmel.detector.model.settings import CheckpointSettings, Metric, TrainSettings
 
@@ -219,10 +232,10 @@ class WithTraining(Operation):
         self, out: Path, run: Run, parts: Collection[str], *, needs_validation: bool = False
     ) -> DetectorPlan:
         "Find the data sets, split them by groups if requested, and check what can be checked before the parts are read."
-        from leakmel.recordings.labels import read_labels
         from leakmel.detector.data.segments import Segments, close_opened, make_task, open_sources
         from leakmel.detector.data.splits import DEFAULT_SHARES, group_split, without_validation
         from leakmel.detector.model.files import list_checkpoints, pick_device
+        from leakmel.recordings.labels import read_labels
 
         device = pick_device(self.device)
         files, note = self.find(run)

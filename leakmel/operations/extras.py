@@ -6,7 +6,11 @@
 __all__ = ['Export', 'Card', 'Page']
 
 # %% ../../nbs/operations/extras.ipynb #cc728524
-import importlib.util, os, shlex, signal, sys
+import importlib.util
+import os
+import shlex
+import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,15 +19,32 @@ from typing import Any, Literal
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError, explain, missing_remedy, show_path
 from leakmel.core.files import replacing
-from leakmel.core.operation import Operation, Outcome, Run, Texts, operation, option, refuse_unused
-from leakmel.core.operation import run_folder, runs_folder, user_path, write_summary
+from leakmel.core.operation import (
+    Operation,
+    Outcome,
+    Run,
+    Texts,
+    operation,
+    option,
+    refuse_unused,
+    run_folder,
+    runs_folder,
+    user_path,
+    write_summary,
+)
 from leakmel.core.parameters import Kinds
 from leakmel.core.progress import Progress, print_error, wrap_text
 from leakmel.core.threads import start_process
 from leakmel.detector.model.settings import CheckpointSettings, RoundRules, TrainSettings
-from leakmel.operations.detector import DetectorPlan, WithTraining, find_data_set, find_model
-from leakmel.operations.detector import plan_scoring, values_of
 from leakmel.operations.data import WithFeatures
+from leakmel.operations.detector import (
+    DetectorPlan,
+    WithTraining,
+    find_data_set,
+    find_model,
+    plan_scoring,
+    values_of,
+)
 
 
 def wrong_arguments(message: str, **more: Any) -> UsageError:
@@ -34,8 +55,9 @@ def wrong_arguments(message: str, **more: Any) -> UsageError:
 def check_report(path: str) -> Path:
     "Check the name of a report before the work, and return its path; raises OutputError where it would replace another file, MissingPackageError."
     import plotly  # noqa: F401
-    from leakmel.pages.page_figures import is_report
+
     from leakmel.detector.model.files import require_kind
+    from leakmel.pages.page_figures import is_report
 
     target = user_path(path)
     if target.suffix.lower() not in (".html", ".htm"):

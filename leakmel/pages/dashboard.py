@@ -7,9 +7,9 @@ __all__ = []
 
 # %% ../../nbs/pages/dashboard.ipynb #b81d7a84
 import os
-from copy import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,26 +18,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.recordings.problems import ProblemReport, how_many, format_counts, show_place
 from leakmel.core.errors import DataError, LeakmelError, UsageError, show_path
-from leakmel.core.progress import size_text
-from leakmel.core.timeline import mean, peak
 from leakmel.core.files import read_own_json
-from leakmel.core.parameters import Kinds
 from leakmel.core.operation import runs_folder, user_path
+from leakmel.core.parameters import Kinds
+from leakmel.core.progress import size_text
 from leakmel.core.timeline import (
     Timeline,
     aligned,
     analyse,
     analysis_text,
     interval_s,
+    mean,
+    peak,
     read_timeline,
     stage_table,
 )
+from leakmel.dataset.publish import BuildResult, rate_text, reused_rows_sentence
 from leakmel.dataset.reader import MelDataset, open_dataset
-from leakmel.dataset.publish import BuildResult, reused_rows_sentence, rate_text
-from leakmel.pages.page_figures import Section, filled, write_report
 from leakmel.pages import plots
+from leakmel.pages.page_figures import Section, filled, write_report
+from leakmel.recordings.problems import ProblemReport, format_counts, how_many, show_place
 
 if TYPE_CHECKING:
     import pandas as pd

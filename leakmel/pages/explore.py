@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/pages/explore.ipynb #f6feb4ca
-import os, shlex
+import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,21 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from leakmel.core.errors import DataError, LeakmelError, RecordingError, UsageError, show_path
+from leakmel.core.operation import runs_folder
+from leakmel.core.parameters import Kinds
+from leakmel.dataset.inputs import decide_spec
+from leakmel.dataset.loader import STATUSES, BatchReader, Slot
+from leakmel.dataset.pipeline import find_data, spec_changes
+from leakmel.dataset.reader import write_spec
+from leakmel.mel.engines import Engine, open_engine
+from leakmel.mel.spec import MelSpec, hann_periodic, preset_values
+from leakmel.pages import plots
+from leakmel.pages.page_figures import MAX_PLAYED_S, as_float, filled, playback, player_html
+from leakmel.pages.plots import MAX_POINTS, SILENT_DB, Trace, f32, plain_text
 from leakmel.recordings.manifest import Manifest, scan, split_name
 from leakmel.recordings.problems import how_many
 from leakmel.recordings.wav import read_wav
-from leakmel.core.errors import DataError, LeakmelError, RecordingError, UsageError, show_path
-from leakmel.core.parameters import Kinds
-from leakmel.core.operation import runs_folder
-from leakmel.dataset.reader import write_spec
-from leakmel.dataset.inputs import decide_spec
-from leakmel.dataset.pipeline import find_data, spec_changes
-from leakmel.dataset.loader import STATUSES, BatchReader, Slot
-from leakmel.pages.page_figures import MAX_PLAYED_S, as_float, filled, playback, player_html
-from leakmel.pages import plots
-from leakmel.pages.plots import MAX_POINTS, SILENT_DB, Trace, f32, plain_text
-from leakmel.mel.engines import Engine, open_engine
-from leakmel.mel.spec import MelSpec, hann_periodic, preset_values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,7 +99,7 @@ class Recordings:
                     found=repr(word),
                     expected=", ".join(map(show_path, self.value_counts[name])) or "(none)",
                 )
-            fits &= [word == value or name == "flag" and word in value for value in self.table[name]]
+            fits &= [word == value or (name == "flag" and word in value) for value in self.table[name]]
         if not fits.any():
             raise UsageError(
                 "no recording matches the filter", code="no-matching-recording", found=filter_text(wanted)
@@ -287,13 +288,21 @@ def loudest_hz(samples: np.ndarray, spec: MelSpec, starts: np.ndarray) -> float:
     return float(hz[np.where((hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz), levels, -1).argmax()])
 
 # %% ../../nbs/pages/explore.ipynb #c8a3f780
-_BAR_PLACE = dict(orientation="h", x=0.89, xanchor="center", y=0.74, yanchor="bottom", len=0.2, thickness=10)
-_COLOR_BAR = _BAR_PLACE | dict(title=dict(text="mel level (dB)", side="top"), outlinewidth=0, nticks=4)
+_BAR_PLACE = {
+    "orientation": "h",
+    "x": 0.89,
+    "xanchor": "center",
+    "y": 0.74,
+    "yanchor": "bottom",
+    "len": 0.2,
+    "thickness": 10,
+}
+_COLOR_BAR = _BAR_PLACE | {"title": {"text": "mel level (dB)", "side": "top"}, "outlinewidth": 0, "nticks": 4}
 
 
 def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, **look: Any) -> Trace:
     "Return a line trace."
-    line = dict(mode="lines", line=dict(color=colour, width=1))
+    line = {"mode": "lines", "line": {"color": colour, "width": 1}}
     return dict(type="scatter", name=name, x=f32(x), y=f32(y), **line) | look
 
 
@@ -317,12 +326,12 @@ def _set_axes(fig: "go.Figure", spec: MelSpec, segments: range) -> None:
     start, stop = (n / spec.sample_rate for n in sample_range(spec, segments))
     ends = [start - 0.004 * (stop - start), stop + 0.004 * (stop - start)]
     fig.update_layout(
-        xaxis=dict(range=ends),
-        yaxis=dict(title=dict(text="amplitude"), nticks=4),
-        xaxis2=dict(range=ends, title=dict(text="time (s)")),
-        yaxis2=dict(range=[spec.f_min_hz, spec.top_hz], title=dict(text="frequency (Hz)")),
-        xaxis3=dict(title=dict(text="mean level (dB)"), nticks=4),
-        yaxis3=dict(range=[spec.f_min_hz, spec.top_hz], matches="y2", showticklabels=False),
+        xaxis={"range": ends},
+        yaxis={"title": {"text": "amplitude"}, "nticks": 4},
+        xaxis2={"range": ends, "title": {"text": "time (s)"}},
+        yaxis2={"range": [spec.f_min_hz, spec.top_hz], "title": {"text": "frequency (Hz)"}},
+        xaxis3={"title": {"text": "mean level (dB)"}, "nticks": 4},
+        yaxis3={"range": [spec.f_min_hz, spec.top_hz], "matches": "y2", "showticklabels": False},
     )
 
 
@@ -342,18 +351,18 @@ def recording_figure(state: Explorer) -> "go.Figure":  # raises LeakmelError if 
         specs=[[{}, None], [{}, {}]],
     )
     low, high = plots.colour_range(picture, 80)
-    heat = dict(
-        type="heatmap",
-        z=plots.whole_db(picture, low, high),
-        x=f32(times),
-        y=f32(spec.mel_hz),
-        zmin=low,
-        zmax=high,
-        colorscale="Viridis",
-        name="mels",
-        colorbar=_COLOR_BAR,
-        hovertemplate="%{z} dB at %{x:.3f} s, %{y:.0f} Hz<extra></extra>",
-    )
+    heat = {
+        "type": "heatmap",
+        "z": plots.whole_db(picture, low, high),
+        "x": f32(times),
+        "y": f32(spec.mel_hz),
+        "zmin": low,
+        "zmax": high,
+        "colorscale": "Viridis",
+        "name": "mels",
+        "colorbar": _COLOR_BAR,
+        "hovertemplate": "%{z} dB at %{x:.3f} s, %{y:.0f} Hz<extra></extra>",
+    }
     bands = _curve(
         "mel bands",
         picture.mean(axis=1, dtype=np.float64),
@@ -370,7 +379,7 @@ def recording_figure(state: Explorer) -> "go.Figure":  # raises LeakmelError if 
     title = ", sensor ".join(plain_text(facts[name]) for name in ("label", "sensor") if facts[name])
     title += f": {level if facts['rms_db'] > SILENT_DB else 'the recording is silent'}"
     fig = plots.apply_style(fig, title, _subtitle(state, status, len(starts), len(times)), 580)
-    return fig.update_layout(margin=dict(t=fig.layout.margin.t + 8))
+    return fig.update_layout(margin={"t": fig.layout.margin.t + 8})
 
 
 def _subtitle(state: Explorer, status: str, n_frames: int, n_columns: int) -> str:

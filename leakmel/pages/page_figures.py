@@ -6,7 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/pages/page_figures.ipynb #59cde697
-import base64, gzip, hashlib, json, math, os, shlex, struct, zlib
+import base64
+import gzip
+import hashlib
+import json
+import math
+import os
+import shlex
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +25,10 @@ import numpy as np
 from markupsafe import Markup
 
 import leakmel as lm
-from leakmel.recordings.demo import wav_bytes
-from leakmel.recordings.wav import Recording
 from leakmel.core.errors import DataError, OutputError, explain, show_path
 from leakmel.core.operation import write_run_file
+from leakmel.recordings.demo import wav_bytes
+from leakmel.recordings.wav import Recording
 
 # %% ../../nbs/pages/page_figures.ipynb #6bb0a1cc
 PLOTLY = "application/vnd.plotly.v1+json"

@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/pages/plots.ipynb #1d7d97d4
-import html, textwrap
+import html
+import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,22 +15,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from leakmel.recordings.problems import label_auc
 from leakmel.core.errors import DataError, show_path
-from leakmel.core.timeline import mean, peak
 from leakmel.core.timeline import (
     STAGES,
     Timeline,
     attribute,
     covered_s,
     interval_s,
+    mean,
     merge_lanes,
+    peak,
     percent_text,
     spans_of,
 )
+from leakmel.recordings.problems import label_auc
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
     from leakmel.dataset.reader import MelDataset
 
 # %% ../../nbs/pages/plots.ipynb #b89213cd
@@ -90,29 +93,35 @@ def apply_style(
     titles, subtitles = wrap(title, TITLE_LETTERS), wrap(subtitle, SUBTITLE_LETTERS)
     more = 21 * len(titles[1:]) + 15 * len(subtitles[1:])  # pixels
     fig.update_layout(
-        title=dict(
-            text="<br>".join(titles),
-            x=0,
-            xanchor="left",
-            xref="container",  # not "paper": labels of the y axis would move the title
-            y=1,
-            yanchor="top",
-            yref="container",
-            pad=dict(t=14, l=10),
-            font=dict(size=16),
-            subtitle=dict(text="<br>".join(subtitles), font=dict(size=12, color=TEXT_COLOUR)),
-        ),
+        title={
+            "text": "<br>".join(titles),
+            "x": 0,
+            "xanchor": "left",
+            "xref": "container",  # not "paper": labels of the y axis would move the title
+            "y": 1,
+            "yanchor": "top",
+            "yref": "container",
+            "pad": {"t": 14, "l": 10},
+            "font": {"size": 16},
+            "subtitle": {"text": "<br>".join(subtitles), "font": {"size": 12, "color": TEXT_COLOUR}},
+        },
         height=height + more,
-        margin=dict(l=10, r=16, t=(76 if subtitle else 52) + more, b=10),
-        font=dict(color=TEXT_COLOUR, size=12),
+        margin={"l": 10, "r": 16, "t": (76 if subtitle else 52) + more, "b": 10},
+        font={"color": TEXT_COLOUR, "size": 12},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
-        hoverlabel=dict(font=dict(size=12)),
-        legend=dict(
-            orientation="h", x=0, xanchor="left", y=0, yref="container", yanchor="bottom", traceorder="normal"
-        ),
+        hoverlabel={"font": {"size": 12}},
+        legend={
+            "orientation": "h",
+            "x": 0,
+            "xanchor": "left",
+            "y": 0,
+            "yref": "container",
+            "yanchor": "bottom",
+            "traceorder": "normal",
+        },
     )
-    axis = dict(gridcolor=LINE_COLOUR, linecolor=LINE_COLOUR, zeroline=False, automargin=True)
+    axis = {"gridcolor": LINE_COLOUR, "linecolor": LINE_COLOUR, "zeroline": False, "automargin": True}
     return fig.update_xaxes(axis).update_yaxes(axis)
 
 
@@ -150,20 +159,20 @@ def _divided_bars(
     "Draw a bar per row that is divided into parts, which name their shares; `value` is a value as plotly shows it."
     total = np.maximum(np.sum([*parts.values()], axis=0), 1e-12)
     traces = [
-        dict(
-            type="bar",
-            name=name,
-            orientation="h",
-            y=rows,
-            x=values,
-            marker=dict(color=colour, line=dict(width=0)),
-            text=[f"{p:.0f} %" if p >= 6 else "" for p in 100 * values / total],
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            customdata=f32(100 * values / total),
-            hovertemplate=f"%{{y}}<br>%{{fullData.name}}: {value}, %{{customdata:.1f}} %<extra></extra>",
-        )
+        {
+            "type": "bar",
+            "name": name,
+            "orientation": "h",
+            "y": rows,
+            "x": values,
+            "marker": {"color": colour, "line": {"width": 0}},
+            "text": [f"{p:.0f} %" if p >= 6 else "" for p in 100 * values / total],
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "textangle": 0,
+            "customdata": f32(100 * values / total),
+            "hovertemplate": f"%{{y}}<br>%{{fullData.name}}: {value}, %{{customdata:.1f}} %<extra></extra>",
+        }
         for (name, values), colour in zip(parts.items(), colours)
     ]
     return styled_figure(
@@ -172,9 +181,9 @@ def _divided_bars(
         height=170 + 42 * len(rows),
         barmode="stack",
         bargap=0.3,
-        uniformtext=dict(minsize=10, mode="hide"),
-        xaxis=dict(title=dict(text=axis), rangemode="tozero"),
-        yaxis=dict(autorange="reversed", showgrid=False, type="category"),
+        uniformtext={"minsize": 10, "mode": "hide"},
+        xaxis={"title": {"text": axis}, "rangemode": "tozero"},
+        yaxis={"autorange": "reversed", "showgrid": False, "type": "category"},
     )
 
 # %% ../../nbs/pages/plots.ipynb #42c33a9c
@@ -235,28 +244,28 @@ def mels_by_label(
     shared: Any = {"shared_xaxes": True, "shared_yaxes": True, "subplot_titles": names}
     fig = styled_subplots(rows=n_rows, cols=n_cols, **shared, **spacing)
     for i, picture in enumerate(flat):
-        trace = dict(
-            type="heatmap",
-            z=whole_db(picture, low, high),
-            x=f32(times),
-            y=f32(mel_hz),
-            coloraxis="coloraxis",
-            name=names[i],
-            hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra>%{fullData.name}</extra>",
-        )
+        trace = {
+            "type": "heatmap",
+            "z": whole_db(picture, low, high),
+            "x": f32(times),
+            "y": f32(mel_hz),
+            "coloraxis": "coloraxis",
+            "name": names[i],
+            "hovertemplate": "%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra>%{fullData.name}</extra>",
+        }
         place = {"row": 1 + i // n_cols, "col": 1 + i % n_cols}
         fig.add_trace(trace, **place)
         if i >= k - n_cols:
-            fig.update_xaxes(title=dict(text="time (s)"), showticklabels=True, **place)
-    fig.update_yaxes(title=dict(text="frequency (Hz)"), col=1)
-    fig.update_annotations(font=dict(size=12, color=TEXT_COLOUR), yshift=-1)
-    bar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0)
-    fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=bar))
+            fig.update_xaxes(title={"text": "time (s)"}, showticklabels=True, **place)
+    fig.update_yaxes(title={"text": "frequency (Hz)"}, col=1)
+    fig.update_annotations(font={"size": 12, "color": TEXT_COLOUR}, yshift=-1)
+    bar = {"title": {"text": "dB"}, "thickness": 12, "outlinewidth": 0}
+    fig.update_layout(coloraxis={"colorscale": "Viridis", "cmin": low, "cmax": high, "colorbar": bar})
     note = "One recording per label, mel bands at their centre frequencies, common colour scale"
     medians = sorted(zip(np.round(np.median(flat, axis=(1, 2))) + 0.0, names))  # without the sign of zero
     ends = " to ".join(f"{level:.0f} dB ({name})" for level, name in (medians[0], medians[-1]))
     fig = apply_style(fig, f"Median level from {ends}", note, 130 + 190 * n_rows)
-    return fig.update_layout(margin=dict(t=fig.layout.margin.t + 20))
+    return fig.update_layout(margin={"t": fig.layout.margin.t + 20})
 
 # %% ../../nbs/pages/plots.ipynb #76674ef9
 LEVEL_STEP_DB = 2.0
@@ -282,15 +291,15 @@ def level_by_label(
         share = 100 * np.histogram(mine, edges)[0] / len(mine)
         width = 2 + 1.5 * min(len(found) - 1 - k, 4)  # a covered line stays visible next to the upper one
         traces.append(
-            dict(
-                type="scatter",
-                name=f"{plain_text(name)} ({len(mine):,})",
-                x=f32([edges[0], *edges]),
-                y=f32([0, *share, 0]),
-                mode="lines",
-                line=dict(shape="hv", color=label_colour(k), width=width),
-                hovertemplate="%{y:.1f} % at %{x:.0f} dB",
-            )
+            {
+                "type": "scatter",
+                "name": f"{plain_text(name)} ({len(mine):,})",
+                "x": f32([edges[0], *edges]),
+                "y": f32([0, *share, 0]),
+                "mode": "lines",
+                "line": {"shape": "hv", "color": label_colour(k), "width": width},
+                "hovertemplate": "%{y:.1f} % at %{x:.0f} dB",
+            }
         )
     title = f"{plain_text(found[0])}: half of the recordings are louder than {np.median(level):.0f} dB"
     if len(found) > 1:
@@ -305,8 +314,8 @@ def level_by_label(
         f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB; "
         f"{np.count_nonzero(~has_level):,} silent recordings are not drawn",
         height=300,
-        xaxis=dict(title=dict(text="level (dB re full scale)")),
-        yaxis=dict(title=dict(text="recordings (%)"), rangemode="tozero"),
+        xaxis={"title": {"text": "level (dB re full scale)"}},
+        yaxis={"title": {"text": "recordings (%)"}, "rangemode": "tozero"},
     )
 
 # %% ../../nbs/pages/plots.ipynb #aebcbb43
@@ -371,17 +380,17 @@ def spectrum_by_label(
     for k, name in enumerate(kept):
         own = spectra[of_row == name]
         low, high = np.quantile(own, (0.1, 0.9), axis=0)
-        line: Trace = dict(type="scatter", mode="lines" if len(hz) > 1 else "markers", legendgroup=name)
-        area = dict(line=dict(width=0), fill="toself", fillcolor=label_colour(k), opacity=0.2)
-        ends = dict(x=f32([*hz, *hz[::-1]]), y=f32([*low, *high[::-1]]))
-        shades.append(line | area | ends | dict(showlegend=False, hoverinfo="skip"))
-        mean_line = dict(
-            name=f"{shown[k]} ({len(own):,})",
-            x=f32(hz),
-            y=f32(own.mean(0)),
-            line=dict(color=label_colour(k), width=2.2, dash=_DASHES[k % len(_DASHES)]),
-            hovertemplate="%{fullData.name}: %{y:.1f} dB at %{x:,.0f} Hz<extra></extra>",
-        )
+        line: Trace = {"type": "scatter", "mode": "lines" if len(hz) > 1 else "markers", "legendgroup": name}
+        area = {"line": {"width": 0}, "fill": "toself", "fillcolor": label_colour(k), "opacity": 0.2}
+        ends = {"x": f32([*hz, *hz[::-1]]), "y": f32([*low, *high[::-1]])}
+        shades.append(line | area | ends | {"showlegend": False, "hoverinfo": "skip"})
+        mean_line = {
+            "name": f"{shown[k]} ({len(own):,})",
+            "x": f32(hz),
+            "y": f32(own.mean(0)),
+            "line": {"color": label_colour(k), "width": 2.2, "dash": _DASHES[k % len(_DASHES)]},
+            "hovertemplate": "%{fullData.name}: %{y:.1f} dB at %{x:,.0f} Hz<extra></extra>",
+        }
         lines.append(line | mean_line)
     more = f"; the {MOST_LABELS} largest of {len(names)} labels" if len(names) > MOST_LABELS else ""
     means = np.stack([spectra[of_row == name].mean(0) for name in kept])  # [K, M]
@@ -395,8 +404,8 @@ def spectrum_by_label(
         f"{shown[high]} {gap} at {hz[band]:,.0f} Hz",
         f"Mean over time and recordings, shaded from the 10th to the 90th percentile of the recordings{more}",
         height=380,
-        xaxis=dict(title=dict(text="frequency (Hz)")),
-        yaxis=dict(title=dict(text="level of a band (dB)")),
+        xaxis={"title": {"text": "frequency (Hz)"}},
+        yaxis={"title": {"text": "level of a band (dB)"}},
     )
 
 # %% ../../nbs/pages/plots.ipynb #312a033b
@@ -442,20 +451,20 @@ def batch_timeline(timeline: Timeline, split: str | None = None) -> "go.Figure":
     for stage in [x for x in STAGES if any(s.stage == x for s in bars)]:
         own = [s for s in bars if s.stage == stage]
         moved = [f"{s.n_files:,} files<br>{s.n_bytes / 1e6:.2f} MB" for s in own]
-        bar = dict(
-            type="bar",
-            name=_STAGE_NAMES[stage],
-            orientation="h",
-            y=np.array([lanes.index(s.lane) for s in own], dtype=np.int16),
-            x=f32([s.seconds for s in own]),
-            base=f32([s.start_s for s in own]),
-            customdata=f32([1000 * s.seconds for s in own]),
-            marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
-            hovertext=[f"{plain_text(s.split)} batch {s.batch}<br>{m}" for s, m in zip(own, moved)],
-            hovertemplate="%{fullData.name}: %{customdata:.2f} ms from %{base:.3f} s<br>%{hovertext}<extra></extra>",
-        )
+        bar = {
+            "type": "bar",
+            "name": _STAGE_NAMES[stage],
+            "orientation": "h",
+            "y": np.array([lanes.index(s.lane) for s in own], dtype=np.int16),
+            "x": f32([s.seconds for s in own]),
+            "base": f32([s.start_s for s in own]),
+            "customdata": f32([1000 * s.seconds for s in own]),
+            "marker": {"color": STAGE_COLORS[stage], "line": {"width": 0}},
+            "hovertext": [f"{plain_text(s.split)} batch {s.batch}<br>{m}" for s, m in zip(own, moved)],
+            "hovertemplate": "%{fullData.name}: %{customdata:.2f} ms from %{base:.3f} s<br>%{hovertext}<extra></extra>",
+        }
         traces.append(bar)
-    ticks = dict(tickvals=list(range(len(lanes))), ticktext=[plain_text(lane) for lane in lanes])
+    ticks = {"tickvals": list(range(len(lanes))), "ticktext": [plain_text(lane) for lane in lanes]}
     return styled_figure(
         traces,
         f"{busy:.1f} of {len(lanes)} lanes busy on average over {seconds_text(seconds)}",
@@ -463,8 +472,8 @@ def batch_timeline(timeline: Timeline, split: str | None = None) -> "go.Figure":
         height=170 + 30 * len(lanes),
         barmode="overlay",
         bargap=0.25,
-        xaxis=dict(title=dict(text="time since the run began (s)")),
-        yaxis=ticks | dict(range=[len(lanes) - 0.5, -0.5], showgrid=False),
+        xaxis={"title": {"text": "time since the run began (s)"}},
+        yaxis=ticks | {"range": [len(lanes) - 0.5, -0.5], "showgrid": False},
     )
 
 # %% ../../nbs/pages/plots.ipynb #4898d638
@@ -492,15 +501,15 @@ def utilization(timeline: Timeline) -> "go.Figure":
     for row, key, name, factor, colour in _CURVES:
         values = factor * load[key].dropna()
         values = values.iloc[:: -(-len(values) // MAX_POINTS) or 1]
-        trace = dict(
-            type="scatter",
-            name=name,
-            x=f32(values.index),
-            y=f32(values),
-            mode="lines" if len(values) > 2 else "lines+markers",
-            line=dict(color=colour, width=1.6),
-            hovertemplate="%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>",
-        )
+        trace = {
+            "type": "scatter",
+            "name": name,
+            "x": f32(values.index),
+            "y": f32(values),
+            "mode": "lines" if len(values) > 2 else "lines+markers",
+            "line": {"color": colour, "width": 1.6},
+            "hovertemplate": "%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>",
+        }
         rows.setdefault(row, []).extend([trace] if len(values) else [])
     missing = ", ".join(row.split(" (")[0] for row, lines in rows.items() if not lines)
     subtitle = f"Not measured: {missing}" if missing else "A rate is the mean between two samples"
@@ -510,8 +519,8 @@ def utilization(timeline: Timeline) -> "go.Figure":
     fig = styled_subplots(rows=len(rows), cols=1, shared_xaxes=True, vertical_spacing=0.06 / len(rows))
     for i, (row, lines) in enumerate(rows.items(), start=1):
         fig.add_traces(lines, rows=i, cols=1)
-        fig.update_yaxes(title=dict(text=row), rangemode="tozero", row=i, col=1)
-    fig.update_xaxes(title=dict(text="time since the run began (s)"), row=len(rows), col=1)
+        fig.update_yaxes(title={"text": row}, rangemode="tozero", row=i, col=1)
+    fig.update_xaxes(title={"text": "time since the run began (s)"}, row=len(rows), col=1)
     n_cores = timeline.meta.get("monitor", {}).get("n_cores") or "?"
     figures = (
         (mean(timeline.samples, "cpu_percent"), 0.01, f"{{:.1f}} of {n_cores} cores busy on average"),

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from leakmel.recordings.wav import Recording, digest_of, shortest_stall
 from leakmel.core.errors import MachineError, RecordingError, SpecError, VerifyError
 from leakmel.core.files import read_at
+from leakmel.recordings.wav import Recording, digest_of, shortest_stall
 
 # %% ../../nbs/recordings/conform.ipynb #7500e0e3
 MOMENTS = ("minimum", "maximum", "total", "squares", "n_clipped")

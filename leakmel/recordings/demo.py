@@ -6,7 +6,13 @@
 __all__ = ['write_demo']
 
 # %% ../../nbs/recordings/demo.ipynb #10f7ac08
-import collections, datetime, itertools, os, struct, tempfile, time
+import collections
+import datetime
+import itertools
+import os
+import struct
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.recordings.wav import canonical_header
 from leakmel.core.errors import OutputError, UsageError
 from leakmel.core.files import require_space, write_errors
+from leakmel.recordings.wav import canonical_header
 
 # %% ../../nbs/recordings/demo.ipynb #a2aac2ad
 SAMPLE_RATE = 4096  # Hz
@@ -279,7 +285,7 @@ def split_sensors(n_files: int) -> dict[str, range]:
     "Distribute sensors over the splits, none in two; a larger set has one for 30 recordings, up to 400."
     n = max(N_SENSORS, min(n_files // 30, 400))
     ends = [0, round(0.6 * n), round(0.75 * n), n]
-    return {split: range(*part) for split, part in zip(SPLIT_SIZES, zip(ends, ends[1:]))}
+    return {split: range(*part) for split, part in zip(SPLIT_SIZES, itertools.pairwise(ends))}
 
 # %% ../../nbs/recordings/demo.ipynb #c970e3a4
 @dataclass(frozen=True)

@@ -6,7 +6,18 @@
 __all__ = []
 
 # %% ../../nbs/recordings/labels.ipynb #f03d5638
-import collections, contextlib, csv, functools, getpass, io, itertools, logging, math, os, re, stat
+import collections
+import contextlib
+import csv
+import functools
+import getpass
+import io
+import itertools
+import logging
+import math
+import os
+import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from datetime import UTC, datetime
@@ -15,7 +26,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from leakmel.recordings import listing as folders, naming, problems
+from leakmel.core import comparison, files, locks
+from leakmel.core.errors import DataError, OutputError, RecordingError, UsageError, show_path
+from leakmel.recordings import listing as folders
+from leakmel.recordings import naming, problems
 from leakmel.recordings.listing import Listing
 from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.tables import (
@@ -27,8 +41,6 @@ from leakmel.recordings.tables import (
     row_error,
 )
 from leakmel.recordings.wav import Recording, pread_all, read_wav
-from leakmel.core import comparison, files, locks
-from leakmel.core.errors import DataError, OutputError, RecordingError, UsageError, show_path
 
 log = logging.getLogger("leakmel")
 

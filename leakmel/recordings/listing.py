@@ -6,7 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/recordings/listing.ipynb #433a12cf
-import concurrent.futures, contextlib, errno, functools, heapq, itertools, os, re, stat, sys
+import concurrent.futures
+import contextlib
+import errno
+import functools
+import heapq
+import itertools
+import os
+import re
+import stat
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,15 +25,23 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.recordings import conform, wav
-from leakmel.recordings.naming import SPLITS, NameParts, Naming, columns_of_names, split_name
-from leakmel.recordings.problems import FACTS, Columns, Problem, how_many, read_facts, show_place
 from leakmel.core.comparison import text_column
-from leakmel.core.errors import DataError, LeakmelError, MachineError, RecordingError, UsageError
-from leakmel.core.errors import explain, missing_remedy, show_path
+from leakmel.core.errors import (
+    DataError,
+    LeakmelError,
+    MachineError,
+    RecordingError,
+    UsageError,
+    explain,
+    missing_remedy,
+    show_path,
+)
 from leakmel.core.monitor import usable_cores
 from leakmel.core.progress import Progress
 from leakmel.core.store import LocalCopies, StorePath, absolute_folder, list_objects, names_in
+from leakmel.recordings import conform, wav
+from leakmel.recordings.naming import SPLITS, NameParts, Naming, columns_of_names, split_name
+from leakmel.recordings.problems import FACTS, Columns, Problem, how_many, read_facts, show_place
 
 # %% ../../nbs/recordings/listing.ipynb #9be0afab
 def is_recording_name(name: bytes) -> bool:

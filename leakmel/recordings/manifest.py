@@ -6,7 +6,13 @@
 __all__ = ['GROUP_FIELDS', 'NO_LABEL_IN_TABLE', 'Manifest', 'scan']
 
 # %% ../../nbs/recordings/manifest.ipynb #3d27879b
-import html, io, json, os, shlex, stat, time
+import html
+import io
+import json
+import os
+import shlex
+import stat
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -15,15 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.recordings import listing as files, naming as names_of_files, problems as checks, wav
+from leakmel.core import comparison, parameters
+from leakmel.core import files as own_files
+from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.progress import DelayedProgress
+from leakmel.core.store import StorePath, absolute_folder, names_in
+from leakmel.recordings import listing as files
+from leakmel.recordings import naming as names_of_files
+from leakmel.recordings import problems as checks
+from leakmel.recordings import wav
 from leakmel.recordings.listing import FileEntry, FoundFiles, Listing, found_below, make_listing
 from leakmel.recordings.naming import SPLITS, NameParts, Naming, ParsedPath, split_name
 from leakmel.recordings.problems import Problem, ProblemReport, how_many
 from leakmel.recordings.tables import NameTable, missing_files, paths_below_root, read_table, table_columns
-from leakmel.core import comparison, files as own_files, parameters
-from leakmel.core.errors import DataError, UsageError, show_path
-from leakmel.core.progress import DelayedProgress
-from leakmel.core.store import StorePath, absolute_folder, names_in
 
 if TYPE_CHECKING:
     import pandas as pd

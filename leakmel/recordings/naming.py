@@ -6,7 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/recordings/naming.ipynb #124a3035
-import collections, datetime, functools, itertools, json, math, os, re, unicodedata
+import collections
+import datetime
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -14,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import strings
 
-from leakmel.recordings.problems import show_place
 from leakmel.core import comparison, parameters
 from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.recordings.problems import show_place
 
 # %% ../../nbs/recordings/naming.ipynb #9acc1d22
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
@@ -399,10 +407,8 @@ class Naming:
     @property
     def labels_by_folder(self) -> bool:
         "Whether the first folder is the label."
-        return (
-            self.source == "folders"
-            or self.source == "pattern"
-            and ("field", "label") not in pattern_tokens(self.pattern)
+        return self.source == "folders" or (
+            self.source == "pattern" and ("field", "label") not in pattern_tokens(self.pattern)
         )
 
     def read(self, path: bytes) -> ParsedPath:

@@ -6,14 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/recordings/native.ipynb #fdef530b
-import os, stat, sys
+import os
+import stat
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from leakmel.core.machine_code import BoundCall, load_compiled
-from leakmel.recordings.wav import HEADER_BYTES, shortest_stall
 from leakmel.core.monitor import usable_cores
+from leakmel.recordings.wav import HEADER_BYTES, shortest_stall
 
 if not sys.platform.startswith("linux"):
     raise ImportError("compiled system calls are for Linux")

@@ -6,7 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/recordings/native_code.ipynb #6e630003
-import ctypes, errno, sys
+import ctypes
+import errno
+import sys
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from leakmel.recordings.wav import MAX_CHUNKS, MIN_UNCLAIMED, OPEN_FLAGS
 from leakmel.core.jit import WORD, Vector, address, compiled, constant, emitted, load, moved
 from leakmel.core.machine_code import DONE
+from leakmel.recordings.wav import MAX_CHUNKS, MIN_UNCLAIMED, OPEN_FLAGS
 
 if not sys.platform.startswith("linux"):
     raise ImportError("compiled system calls are for Linux")
@@ -357,7 +359,7 @@ def _samples_at(fd, n_file, header, block, n_row):
         here, n_here = at, n - at
         if at + _PIECE > n:
             here, n_here = np.int64(_BLOCK), _read_at(fd, address(block) + _BLOCK, _PIECE, at)
-        if n_here < 0 or start > 0 and at > n_file + 1:  # an error, or a chunk of a false size
+        if n_here < 0 or (start > 0 and at > n_file + 1):  # an error, or a chunk of a false size
             return np.int64(-1)
         ended = start if n_file - at < MIN_UNCLAIMED else np.int64(-1)  # what lies behind may be samples
         if n_here < 8:

@@ -6,17 +6,22 @@
 __all__ = []
 
 # %% ../../nbs/recordings/problems.ipynb #9bab8771
-import collections, functools, html, math, operator, os
+import collections
+import functools
+import html
+import math
+import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from leakmel.recordings import conform
-from leakmel.recordings.wav import OutOfMemory, read_wav
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import show_path
+from leakmel.recordings import conform
+from leakmel.recordings.wav import OutOfMemory, read_wav
 
 # %% ../../nbs/recordings/problems.ipynb #3cc9b84f
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,25 @@
 __all__ = []
 
 # %% ../../nbs/recordings/tables.ipynb #524daab7
-import base64, codecs, collections, csv, io, math, os, re, stat
+import base64
+import codecs
+import collections
+import csv
+import io
+import math
+import os
+import re
+import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from leakmel.core.comparison import match_texts, text_key
+from leakmel.core.errors import DataError, UsageError, explain, show_path
 from leakmel.recordings.naming import TIME_FORMS, NameParts, iso_time, split_name
 from leakmel.recordings.problems import Problem, how_many
 from leakmel.recordings.wav import digest_of
-from leakmel.core.comparison import match_texts, text_key
-from leakmel.core.errors import DataError, UsageError, explain, show_path
 
 # %% ../../nbs/recordings/tables.ipynb #2c177d17
 TABLE_COLUMNS = ("path", "path_base64", "label", "split", *NameParts._fields)
@@ -91,7 +99,7 @@ def _places(names: list[str], file: Path, columns: dict[str, str], needed: Colle
         # a name as it is written goes before one in other case
         fits = given.__eq__ if given in names else lambda x, name=given or name: _column(x) == _column(name)
         found = [i for i, x in enumerate(names) if fits(x)]
-        if len(found) > 1 or not found and (given or name in needed):
+        if len(found) > 1 or (not found and (given or name in needed)):
             raise DataError(
                 f"the table has {'more than one' if found else 'no'} column {show_path(given or name)}",
                 code="table-columns",

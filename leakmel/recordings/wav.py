@@ -6,7 +6,17 @@
 __all__ = ['Recording', 'read_wav']
 
 # %% ../../nbs/recordings/wav.ipynb #164a4dcb
-import contextlib, ctypes, errno, functools, mmap, os, re, stat, struct, sys, threading
+import contextlib
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import re
+import stat
+import struct
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -27,8 +27,8 @@ def other_rows(notebook: str, shown: set[str]) -> list[tuple[str, object, str]]:
     from leakmel.core.parameters import field_choices, source_comments
     from leakmel.dataset.config import PipelineConfig
     from leakmel.detector.model.settings import CheckpointSettings, TrainSettings
-    from leakmel.operations.detector import Train
     from leakmel.mel.spec import MelSpec
+    from leakmel.operations.detector import Train
 
     rows = [*OF_BUILD] if notebook == "build" else []
     passed_over = {*shown, "preset_name", "settings", "checkpoints", *(name for name, *_ in rows)}

@@ -27,8 +27,7 @@ from api import module_page, public_page
 from messages import messages
 from nbclient import NotebookClient
 
-from leakmel.pages.page_figures import html_figures
-from leakmel.pages.page_figures import plotly_file
+from leakmel.pages.page_figures import html_figures, plotly_file
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS, PACKAGE = ROOT / "nbs", ROOT / "leakmel"

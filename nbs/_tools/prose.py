@@ -113,11 +113,11 @@ def notebooks(root: Path = ROOT) -> list[Path]:
 
 def avoided(root: Path = ROOT) -> list[Found]:
     "Every word of the avoid list in messages, docstrings, names and prose."
-    found = []
+    found: list[Found] = []
 
     def note(path: Path, line: int, kind: str, text: str, searched: str) -> None:
-        for word in words_in(searched):
-            found.append(Found(str(path.relative_to(root)), line, kind, word, " ".join(text.split())[:100]))
+        shown = " ".join(text.split())[:100]
+        found.extend(Found(str(path.relative_to(root)), line, kind, w, shown) for w in words_in(searched))
 
     for path in sorted((root / "leakmel").rglob("*.py")):
         if path.name == "_modidx.py":

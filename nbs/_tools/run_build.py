@@ -30,7 +30,7 @@ def results_folder() -> Path:
 def describe_run(folder: Path) -> str:
     "Where the results of a run are, and the verdict, in a few lines for a terminal."
     from leakmel.core.errors import show_path
-    from leakmel.dataset.publish import reused_rows_sentence, rate_text
+    from leakmel.dataset.publish import rate_text, reused_rows_sentence
 
     path = folder / "summary.json"
     body = json.loads(path.read_text(encoding="utf-8"))

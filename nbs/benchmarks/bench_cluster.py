@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 
 import leakmel as lm
-from leakmel.recordings.demo import WAV_BYTES
 from leakmel.dataset import pipeline as parts_module
 from leakmel.extras.machine.bench import record_head, touch_memory
+from leakmel.recordings.demo import WAV_BYTES
 
 
 def _cpu_seconds() -> float:

@@ -1,6 +1,10 @@
 """leakmel's engines and other tools on the same recordings: verified first, then timed in turn."""
 
-import errno, json, os, shutil, sys
+import errno
+import json
+import os
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_gpu import GEOMETRIES, geometry_spec
+from contestants import LIMIT, TOOLS, list_split
+from process_tree import Took, run_command
 
-from leakmel.recordings.demo import WAV_BYTES
 from leakmel.core.errors import LeakmelError, OutputError, UsageError, write_error
-from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES, EngineUnavailable
-from leakmel.mel.spec import MelSpec, compare, reference_features, spec_from_dict
 from leakmel.extras.machine.bench import (
     evict,
     read_into_cache,
@@ -24,9 +28,9 @@ from leakmel.extras.machine.bench import (
     total_for_training,
     touch_memory,
 )
-from bench_gpu import GEOMETRIES, geometry_spec
-from contestants import LIMIT, TOOLS, list_split
-from process_tree import Took, run_command
+from leakmel.mel.engines import COMPARISON_ENGINES, CPU_ENGINES, EngineUnavailable
+from leakmel.mel.spec import MelSpec, compare, reference_features, spec_from_dict
+from leakmel.recordings.demo import WAV_BYTES
 
 
 def linked_set(

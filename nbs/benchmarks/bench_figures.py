@@ -3,15 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from leakmel.pages.plots import STAGE_COLORS, TEXT_COLOUR, apply_style
-from leakmel.mel.spec import MelSpec, spec_from_dict
 from bench_compare import short_runs
 from contestants import LIMIT
 
+from leakmel.mel.spec import MelSpec, spec_from_dict
+from leakmel.pages.plots import STAGE_COLORS, TEXT_COLOUR, apply_style
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -58,15 +57,15 @@ def _traces(names: Sequence[str], series: Sequence[Bars], unit: str, is_first: b
             np.array([np.nan if s is None else s[key] for s in bars.spreads], float)
             for key in ("median", "least", "most")
         )
-        error = dict(
-            type="data",
-            symmetric=False,
-            array=most - middle,
-            arrayminus=middle - least,
-            thickness=1.2,
-            width=2,
-            color=TEXT_COLOUR,
-        )
+        error = {
+            "type": "data",
+            "symmetric": False,
+            "array": most - middle,
+            "arrayminus": middle - least,
+            "thickness": 1.2,
+            "width": 2,
+            "color": TEXT_COLOUR,
+        }
         traces += [
             go.Bar(
                 name=bars.name,
@@ -76,11 +75,11 @@ def _traces(names: Sequence[str], series: Sequence[Bars], unit: str, is_first: b
                 y=y,
                 x=middle,
                 width=0.86 * step,
-                marker=dict(
-                    color=bars.colour,
-                    opacity=[1 - 0.5 * p for p in bars.pale or [False] * len(y)],
-                    line=dict(width=0),
-                ),
+                marker={
+                    "color": bars.colour,
+                    "opacity": [1 - 0.5 * p for p in bars.pale or [False] * len(y)],
+                    "line": {"width": 0},
+                },
                 error_x=error,
                 customdata=np.stack([least, most], 1),
                 text=list(names),
@@ -97,7 +96,7 @@ def _traces(names: Sequence[str], series: Sequence[Bars], unit: str, is_first: b
                 legendgroup=bars.name,
                 hoverinfo="skip",
                 cliponaxis=False,
-                textfont=dict(size=11),
+                textfont={"size": 11},
             ),
         ]
     return traces
@@ -106,16 +105,21 @@ def _traces(names: Sequence[str], series: Sequence[Bars], unit: str, is_first: b
 def _axis(series: Sequence[Bars], title: str, is_log: bool) -> dict[str, Any]:
     "The axis of a panel, with room for the text behind the longest bar."
     ends = [s[key] for bars in series for s in bars.spreads if s is not None for key in ("least", "most")]
-    axis = dict(title=dict(text=f"{title}, logarithmic" if is_log else title), showgrid=True)
+    axis = {"title": {"text": f"{title}, logarithmic" if is_log else title}, "showgrid": True}
     positive = [e for e in ends if e > 0]
     if not positive:
-        return axis | dict(range=[0, 1], showticklabels=False, showgrid=False)
+        return axis | {"range": [0, 1], "showticklabels": False, "showgrid": False}
     if not is_log:
         room = max(1.4, 1 + 0.06 * max(len(t) for bars in series for t in bars.texts))
-        return axis | dict(range=[0, room * max(positive)], nticks=5, tickformat=",")
+        return axis | {"range": [0, room * max(positive)], "nticks": 5, "tickformat": ","}
     low, high = np.log10(min(positive)) - 0.4, np.log10(max(positive))
     step = 1 if high - low > 2.2 else "D2"  # one, two and five of a decade where there is room
-    return axis | dict(type="log", range=[low, high + 0.22 * (high - low)], dtick=step, tickformat=",")
+    return axis | {
+        "type": "log",
+        "range": [low, high + 0.22 * (high - low)],
+        "dtick": step,
+        "tickformat": ",",
+    }
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,16 @@ process, as a user runs it, so a device fault ends only that build. `bench_gpu_d
 memory and the effect of each setting.
 """
 
-import argparse, os, time
+import argparse
+import os
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from leakmel.core.errors import LeakmelError, UsageError
-from leakmel.core.timeline import covered_s, read_timeline
-from leakmel.core.timeline import aligned
-from leakmel.mel.engines import may_have_cuda
-from leakmel.mel.spec import MelSpec
+from leakmel.core.timeline import aligned, covered_s, read_timeline
 from leakmel.extras.machine.bench import (
     range_text,
     record_head,
@@ -33,6 +32,8 @@ from leakmel.extras.machine.bench import (
     touch_memory,
     verify_all,
 )
+from leakmel.mel.engines import may_have_cuda
+from leakmel.mel.spec import MelSpec
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "A": {"preset": "disjoint", "power": 2.0},

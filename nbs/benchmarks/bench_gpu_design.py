@@ -3,7 +3,10 @@
 python nbs/benchmarks/bench_gpu_design.py WORK [--out FOLDER] [--budget-s S]    on a machine with a GPU; without Jupyter
 """
 
-import argparse, os, time
+import argparse
+import itertools
+import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from leakmel.mel.engines import ENGINES, DeviceOptions
-from leakmel.mel.spec import MelSpec
-from leakmel.core.errors import EngineError, LeakmelError
-from leakmel.extras.machine.bench import spread, spreads, store, synthetic_set_of_size
 from bench_gpu import (
     GEOMETRIES,
     LogLine,
     bench_gpu,
     build_once,
-    log_nothing,
     geometry_spec,
     geometry_words,
     gpu_table,
+    log_nothing,
 )
+
+from leakmel.core.errors import EngineError, LeakmelError
+from leakmel.extras.machine.bench import spread, spreads, store, synthetic_set_of_size
+from leakmel.mel.engines import ENGINES, DeviceOptions
+from leakmel.mel.spec import MelSpec
 
 
 def timed(
@@ -56,6 +59,7 @@ def timed(
 def copy_alone(device: str, sizes: list[int], window_s: float) -> dict[str, Any]:
     "Return GB/s of plain pinned copies by size: to the device (`in`), and from it (`out`)."
     import torch
+
     from leakmel.mel.device import open_devices
 
     on, found = open_devices(device)[0], dict[str, Any]()
@@ -252,7 +256,7 @@ def reuse(engine: str, device: str, name: str, n: int, batches: int) -> dict[str
         for _ in range(batches + 1):
             work()
             times.append(time.perf_counter())
-        return [b - a for a, b in zip(times[1:], times[2:])]  # the first one warms
+        return [b - a for a, b in itertools.pairwise(times)]  # the first one warms
 
     with make(spec, device=device) as opened:
         samples, out = (

@@ -11,10 +11,10 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from leakmel.recordings.demo import plan_set, render_planned, wav_bytes
-from leakmel.recordings.wav import HEADER_BYTES
 from leakmel.core.errors import LeakmelError, UsageError
 from leakmel.extras.machine.bench import read_into_cache, record_head, rounds_text, spread
+from leakmel.recordings.demo import plan_set, render_planned, wav_bytes
+from leakmel.recordings.wav import HEADER_BYTES
 
 MOST_BYTES, MOST_S = 2e9, 30.0  # of a step around a build, for a million recordings
 N_SHORT, RATE = 4000, 8000  # samples and Hz of the recordings of half a second

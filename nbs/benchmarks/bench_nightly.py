@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
 
 import leakmel as lm
-from leakmel.recordings.naming import NameParts
-from leakmel.recordings.listing import Listing
-from leakmel.recordings.demo import draw_scene, make_sensor, render, stream, write_wav
 from leakmel.dataset.pipeline import build_all
 from leakmel.detector.model.detector import Detector, load_detector
+from leakmel.detector.predict.scoring import RecordingList
+from leakmel.extras.machine.bench import record_head
 from leakmel.extras.nightly import run as nightly_run
 from leakmel.extras.nightly.history import History, HistoryEntry
 from leakmel.extras.nightly.nights import (
@@ -33,8 +32,9 @@ from leakmel.extras.nightly.nights import (
     sensor_table,
 )
 from leakmel.extras.nightly.run import LISTED, VISITS_HTML
-from leakmel.detector.predict.scoring import RecordingList
-from leakmel.extras.machine.bench import record_head
+from leakmel.recordings.demo import draw_scene, make_sensor, render, stream, write_wav
+from leakmel.recordings.listing import Listing
+from leakmel.recordings.naming import NameParts
 
 FIRST_NIGHT = date(2025, 1, 1)
 LEAK_SHARE = 0.4  # of the sensors get a leak
@@ -215,7 +215,7 @@ def own_history_values(network: Network) -> np.ndarray:  # [S, N]; NaN: not comp
 
 def visits_of_threshold(network: Network, values: np.ndarray, threshold: float) -> Visits:
     "Visit a sensor when the value of a single recording reaches a threshold, but not again within four weeks."
-    n_sensors, n_nights = network.score.shape
+    n_sensors, _n_nights = network.score.shape
     false = np.zeros(n_sensors)
     found_at = np.full(n_sensors, -1)
     for s, plan in enumerate(network.plans):

@@ -1,6 +1,7 @@
 """What the notebooks of this folder share: measure and store a record, or find the newest one."""
 
-import shutil, tempfile
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path

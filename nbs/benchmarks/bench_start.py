@@ -1,11 +1,11 @@
 """How long a build takes from the command to its first batch and to its end, with compiled code in the cache and without."""
 
-import os, tempfile
+import os
+import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
 
 from leakmel.core.errors import UsageError
 from leakmel.core.timeline import read_timeline
@@ -18,7 +18,6 @@ from leakmel.extras.machine.bench import (
     synthetic_set_of_size,
     total_for_training,
 )
-
 
 WAYS = {"code in the cache": "cpu", "empty cache": "cpu", "engine torch": "torch"}  # and the engine of each
 

@@ -14,7 +14,10 @@ so that batches are full. The time budget is shared among the steps: each gets a
 its share. The record is stored after each step, so that a run that is killed loses one step.
 """
 
-import contextlib, math, os, time
+import contextlib
+import math
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,19 +26,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_gpu import LogLine, log_nothing, require_rounds, script_parser
 
 import leakmel as lm
 from leakmel.core.errors import LeakmelError, UsageError, show_path
 from leakmel.core.monitor import Monitor, _gpu_handle
-from leakmel.core.timeline import mean
-from leakmel.core.timeline import Timeline
-from leakmel.core.timeline import aligned
+from leakmel.core.timeline import Timeline, aligned, mean
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.model.detector import Detector, score_rows
-from leakmel.detector.model.spectral import fit_spectral, spectral_features
-from leakmel.detector.train.state import open_training
 from leakmel.detector.model.settings import SMALL_SET, TrainSettings, with_length
-from leakmel.detector.train.state import TrainingState, detector_of
+from leakmel.detector.model.spectral import fit_spectral, spectral_features
+from leakmel.detector.train.state import TrainingState, detector_of, open_training
 from leakmel.extras.machine.bench import (
     range_text,
     record_head,
@@ -43,11 +44,10 @@ from leakmel.extras.machine.bench import (
     spread,
     spreads,
     store,
-    total_for_training,
     synthetic_set_of_size,
+    total_for_training,
     touch_memory,
 )
-from bench_gpu import LogLine, log_nothing, require_rounds, script_parser
 
 
 @dataclass(frozen=True)

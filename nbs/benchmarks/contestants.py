@@ -1,6 +1,14 @@
 """The same log-mel file by other tools (torchaudio, librosa, SciPy, DALI), and by C without checks."""
 
-import argparse, ctypes, hashlib, json, os, platform, subprocess, sys, time
+import argparse
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,12 +20,12 @@ from typing import Any
 
 import h5py
 import numpy as np
+from bench_gpu import geometry_spec
 
 from leakmel.core.errors import SpecError
 from leakmel.core.monitor import usable_cores
 from leakmel.mel.engines import EngineUnavailable
 from leakmel.mel.spec import MelSpec, hann_periodic
-from bench_gpu import geometry_spec
 
 
 def list_split(

@@ -1,6 +1,11 @@
 """What a command took: wall time, processor time, and the memory of its whole process tree."""
 
-import os, signal, subprocess, tempfile, threading, time
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass

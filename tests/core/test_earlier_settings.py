@@ -4,9 +4,9 @@ from each import each
 
 import leakmel as lm
 from leakmel.cli import main
+from leakmel.core.operation import parameter_kinds
 from leakmel.core.parameters import EARLIER_SETTINGS, answer_unknown
 from leakmel.operations.data import Build
-from leakmel.core.operation import parameter_kinds
 from leakmel.operations.detector import Train
 
 BUILD, TRAIN = list(parameter_kinds(Build)), list(parameter_kinds(Train))

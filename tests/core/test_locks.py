@@ -17,15 +17,15 @@ from typing import Any
 import h5py
 import pytest
 from each import each
-
-import leakmel as lm
 from errors import raises
 from independent import leftovers
-from leakmel.recordings import labels
-from leakmel.recordings.labels import Decision, append_decision, read_decisions
+
+import leakmel as lm
 from leakmel.core import locks
 from leakmel.core.errors import OutputError
 from leakmel.core.locks import OutputLock, Owner, OwnerLock, lock_kind, read_owner, this_owner
+from leakmel.recordings import labels
+from leakmel.recordings.labels import Decision, append_decision, read_decisions
 
 WITHOUT_FLOCK = """
 import errno, fcntl, os, pathlib, sys, time

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from each import each
 
-from leakmel.core.monitor import SAMPLE_KEYS, Monitor, Sampler, machine_facts
-from leakmel.core.timeline import mean, peak
 from leakmel.core import monitor as monitor_module
+from leakmel.core.monitor import SAMPLE_KEYS, Monitor, Sampler, machine_facts
 from leakmel.core.progress import DelayedProgress, Progress, _Terminal, front_end
-from leakmel.core.timeline import Timeline, read_timeline, write_timeline
+from leakmel.core.timeline import Timeline, mean, peak, read_timeline, write_timeline
 
 pytestmark = pytest.mark.quick
 
@@ -296,10 +295,10 @@ def test_a_busy_thread_loads_about_a_core():
 
 
 def test_mean_weights_by_time_and_peak_skips_none():
-    samples: list[dict] = [dict(time_s=0.0, v=None), dict(time_s=1.0, v=10.0), dict(time_s=4.0, v=30.0)]
+    samples: list[dict] = [{"time_s": 0.0, "v": None}, {"time_s": 1.0, "v": 10.0}, {"time_s": 4.0, "v": 30.0}]
     assert mean(samples, "v") == (10 * 1 + 30 * 3) / 4
     assert peak(samples, "v") == 30
-    assert mean([dict(time_s=0.0, v=5.0)], "v") == 5
+    assert mean([{"time_s": 0.0, "v": 5.0}], "v") == 5
     assert mean([], "v") is peak([], "v") is None
 
 

@@ -26,7 +26,6 @@ from leakmel.core.timeline import (
     write_timeline,
 )
 
-
 # ---- parts of a span
 
 

@@ -16,20 +16,18 @@ from typing import Any
 import h5py
 import pytest
 from each import each
+from errors import raises
 from independent import check, leftovers, walk
 
 import leakmel as lm
-from errors import raises
+from leakmel.cli import main
+from leakmel.core.errors import LeakmelError, MachineError, UsageError
+from leakmel.dataset import job, loader, schema
+from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.loader import MOST_LISTED, BadFilesError
 from leakmel.recordings import listing
 from leakmel.recordings.listing import read_content
 from leakmel.recordings.wav import MACHINE_FAULTS, MAX_READ_FAILURES
-from leakmel.cli import main
-from leakmel.core.errors import LeakmelError, MachineError, UsageError
-from leakmel.dataset import schema
-from leakmel.dataset import job
-from leakmel.dataset import loader
-from leakmel.dataset.loader import MOST_LISTED, BadFilesError
-from leakmel.dataset.config import PipelineConfig
 
 CONFIG = PipelineConfig(
     files_per_batch=4, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1
@@ -204,7 +202,12 @@ def test_max_rejected_applies_to_each_data_set(data: Path, tmp_path: Path) -> No
         shutil.copytree(data, tmp_path / "network" / split)
     for path in (tmp_path / "network" / "TRAINING").rglob("[yz]*.wav"):
         path.unlink()
-    common: dict[str, Any] = dict(out_dir=tmp_path / "out", spec=SPEC, engine="reference", progress="none")
+    common: dict[str, Any] = {
+        "out_dir": tmp_path / "out",
+        "spec": SPEC,
+        "engine": "reference",
+        "progress": "none",
+    }
     with raises("too-many-rejected", BadFilesError, says="TESTING: 10 of 40") as raised:
         lm.build_all(tmp_path / "network", pipeline=replace(CONFIG, max_rejected=0.2), **common)
     assert raised.value.n_found == 40
@@ -324,9 +327,13 @@ def test_bad_files_on_the_command_line(data: Path, tmp_path: Path, capsys: pytes
 def test_bad_files_in_the_notebook(data: Path, tmp_path: Path) -> None:
     from notebook_runs import error_of
 
-    given: dict[str, Any] = dict(
-        data_root=str(data), out=str(tmp_path / "out"), duration_s=1.0, sample_rate=4096, engine="reference"
-    )
+    given: dict[str, Any] = {
+        "data_root": str(data),
+        "out": str(tmp_path / "out"),
+        "duration_s": 1.0,
+        "sample_rate": 4096,
+        "engine": "reference",
+    }
     assert "10 of 40 files" in error_of("build.ipynb", max_rejected=0.2, **given)
     assert "a bad file (" in error_of("build.ipynb", on_bad_file="stop", **given)
     assert "on_bad_file" in error_of("build.ipynb", on_bad_file="skip", **given)
@@ -403,6 +410,7 @@ def test_folder_that_disappears_stops_the_build(
     tried("S7")
 
 
+@pytest.mark.slow
 @each("code", [errno.EACCES, errno.ENOENT, errno.ENXIO], ids=lambda c: errno.errorcode[c])
 def test_consecutive_read_failures_stop_build_and_scan(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: Callable, code: int

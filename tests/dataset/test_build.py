@@ -17,22 +17,22 @@ import numpy as np
 import pytest
 from each import each
 from errors import raises
+from independent import check, content, leftovers, read, same, walk
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.core import monitor
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.timeline import read_timeline
-from leakmel.dataset.loader import BatchReader
 from leakmel.dataset import publish
+from leakmel.dataset.loader import BatchReader
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
-from independent import check, content, leftovers, read, same, walk
+from leakmel.recordings.demo import write_wav
 
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
 STATED = {"sample_rate": 4096, "duration_s": 10.0}
-QUIET: dict[str, Any] = dict(progress="none")
+QUIET: dict[str, Any] = {"progress": "none"}
 
 
 @pytest.fixture
@@ -78,6 +78,7 @@ def coded_wav(path: Path, samples: np.ndarray, rate: int, bits: int) -> None:
 # ---- every row, by somebody else
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["disjoint", "overlap"])
 def test_all_rows_of_all_splits(demo, tmp_path, preset):
     results = lm.build_all(demo, out_dir=tmp_path, spec={"preset": preset}, **QUIET)
@@ -201,6 +202,7 @@ def test_one_split_uses_the_labels_of_all_splits(tmp_path, make_wav):
         assert got["labels"].tolist() == labels
 
 
+@pytest.mark.slow
 def test_all_splits_together_give_the_bytes_of_each_alone(demo, tmp_path):
     together = lm.build_all(demo, out_dir=tmp_path / "all", **QUIET)
     for r in together:
@@ -394,14 +396,14 @@ def test_a_tone_at_half_the_rate_is_built(tmp_path, peak):
 
 
 VARIANTS: list[dict[str, Any]] = [
-    dict(read_workers=1, compute_workers=1, files_per_batch=1, slots=1),
-    dict(read_workers=5, compute_workers=3, files_per_batch=3, slots=2),
-    dict(read_workers=2, compute_workers=1, files_per_batch=25, slots=9),
-    dict(files_per_batch=1000),
-    dict(max_bytes_in_flight=200_000),
-    dict(max_bytes_in_flight=20_000),
-    dict(compute_workers=4, files_per_batch=2, slots=50),
-    dict(fsync=False, monitor_interval_s=0.0),
+    {"read_workers": 1, "compute_workers": 1, "files_per_batch": 1, "slots": 1},
+    {"read_workers": 5, "compute_workers": 3, "files_per_batch": 3, "slots": 2},
+    {"read_workers": 2, "compute_workers": 1, "files_per_batch": 25, "slots": 9},
+    {"files_per_batch": 1000},
+    {"max_bytes_in_flight": 200_000},
+    {"max_bytes_in_flight": 20_000},
+    {"compute_workers": 4, "files_per_batch": 2, "slots": 50},
+    {"fsync": False, "monitor_interval_s": 0.0},
 ]
 
 
@@ -543,6 +545,7 @@ def test_earlier_trainer_reads_the_layout(demo, tmp_path):
 # ---- report, timeline, summary
 
 
+@pytest.mark.slow
 def test_seconds_and_rates_end_when_the_call_returns(demo, tmp_path, monkeypatch):
     write = publish.write_timeline
 

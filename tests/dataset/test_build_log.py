@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from independent import leftovers
 
 import leakmel as lm
 from leakmel.dataset.config import PipelineConfig
-from independent import leftovers
 
 
 @pytest.fixture

@@ -13,19 +13,19 @@ from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.recordings.labels import Decision, append_decision, now_utc
 from leakmel.core.errors import DataError, MachineError, OutputError
 from leakmel.dataset import publish
 from leakmel.dataset.config import PipelineConfig, TunedConfig
 from leakmel.dataset.pipeline import build_part, join
+from leakmel.recordings.labels import Decision, append_decision, now_utc
 
 SHORT = {"sample_rate": 4096, "duration_s": 1.0}
-QUIET: dict[str, Any] = dict(
-    progress="none",
-    engine="reference",
-    spec=SHORT,
-    pipeline=PipelineConfig(monitor_interval_s=0.0, files_per_batch=4),
-)
+QUIET: dict[str, Any] = {
+    "progress": "none",
+    "engine": "reference",
+    "spec": SHORT,
+    "pipeline": PipelineConfig(monitor_interval_s=0.0, files_per_batch=4),
+}
 N = 12
 
 

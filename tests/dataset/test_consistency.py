@@ -5,29 +5,35 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from typing import Any
 from each import each
+from independent import leftovers
 
 import leakmel as lm
-from leakmel.recordings.naming import match_pattern
 from leakmel.core.errors import RecordingError, VerifyError
-from leakmel.dataset.consistency import pick_rejected
 from leakmel.dataset import loader
+from leakmel.dataset.consistency import pick_rejected
 from leakmel.dataset.loader import BatchReader
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
-from independent import leftovers
+from leakmel.recordings.naming import match_pattern
 
-QUIET: dict[str, Any] = dict(
-    engine="reference", progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0, files_per_batch=2)
-)
-SETTINGS: dict[str, Any] = dict(
-    sample_rate=4096, duration_s=1.0, preset="disjoint", long="reject", rate="reject"
-)
+QUIET: dict[str, Any] = {
+    "engine": "reference",
+    "progress": "none",
+    "pipeline": PipelineConfig(monitor_interval_s=0.0, files_per_batch=2),
+}
+SETTINGS: dict[str, Any] = {
+    "sample_rate": 4096,
+    "duration_s": 1.0,
+    "preset": "disjoint",
+    "long": "reject",
+    "rate": "reject",
+}
 
 
 @pytest.fixture
@@ -188,6 +194,7 @@ def test_sample_of_rejected_files():
 # ---- folders
 
 
+@pytest.mark.slow
 def test_splits_against_the_folders(demo, data, tmp_path):
     path = lm.build(demo, split="testing", out=tmp_path / "y.h5", **QUIET).path
     assert lm.verify(path, root=demo).ok

@@ -25,14 +25,13 @@ from each import each
 import leakmel as lm
 from leakmel.core import threads
 from leakmel.core.errors import LeakmelError, MachineError, VerifyError
-from leakmel.extras.formats import open_sources as sources_of_export
 from leakmel.dataset import schema
-from leakmel.dataset.reader import open_dataset
-from leakmel.dataset.reader import requested_spec
 from leakmel.dataset.config import PipelineConfig
-from leakmel.pages.dashboard import spectra_figure
+from leakmel.dataset.reader import open_dataset, requested_spec
 from leakmel.detector.data.segments import open_sources
 from leakmel.extras.formats import card
+from leakmel.extras.formats import open_sources as sources_of_export
+from leakmel.pages.dashboard import spectra_figure
 
 KINDS = ("plain", "waveforms", "gzip")
 
@@ -376,6 +375,7 @@ def one_text_for_all(path: Path) -> None:
     path.write_bytes(raw)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["open", "legacy"])
 def test_a_text_that_many_entries_share_takes_limited_memory(
     copy: Callable, tried: Callable, how: str
@@ -407,6 +407,7 @@ def test_a_crash_of_the_child_is_an_error(copy: Callable) -> None:
     assert "crashes" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_file_is_examined_once_until_it_changes(copy: Callable) -> None:
     path = copy()
     with mock.patch.object(schema, "child_process", wraps=schema.child_process) as start:
@@ -423,6 +424,7 @@ def test_a_file_is_examined_once_until_it_changes(copy: Callable) -> None:
             open_dataset(path)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_replaced_while_it_is_examined(copy: Callable) -> None:
     path, other = copy("plain"), copy("waveforms")
     real = schema._examined
@@ -447,6 +449,7 @@ def test_a_build_does_not_examine_what_it_wrote(place: Path, tmp_path: Path) -> 
         assert start.call_count == 1
 
 
+@pytest.mark.slow
 def test_where_a_process_cannot_be_forked_one_is_started(copy: Callable) -> None:
     good, bad = copy("plain"), copy("waveforms")
     zero_the_heap(bad)
@@ -489,6 +492,7 @@ def test_threads_that_multiply_matrices_do_not_stop_the_examination(copy: Callab
     subprocess.run(words, env=env, check=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_children_that_the_system_removes(copy: Callable) -> None:
     good, bad = copy("plain"), copy("waveforms")
     zero_the_heap(bad)
@@ -557,6 +561,7 @@ MAY = re.compile(
 )
 
 
+@pytest.mark.slow
 def test_no_remedy_advises_to_delete_a_file() -> None:
     root = Path(lm.__file__).parent
     found = []

@@ -52,7 +52,7 @@ def why_wrong(fault: Fault, done: Ended, calls: list[str]) -> Iterator[str]:
             yield words
     if done.status == 0:
         return
-    if fault.code == SHORT or fault.code == errno.EINTR and fault.kind in REPEATED:
+    if fault.code == SHORT or (fault.code == errno.EINTR and fault.kind in REPEATED):
         yield "the call was not repeated"
     by_sqlite = "SQLITE_" in done.err  # which tells the cause in its own words
     if not by_sqlite and fault.code != SHORT and errno.errorcode[fault.code] not in done.err:

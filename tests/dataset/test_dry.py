@@ -2,15 +2,15 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from typing import Any
+from build_runs import plan_run
 
 import leakmel as lm
-from leakmel.recordings.wav import canonical_header
 from leakmel.cli import main
-from build_runs import plan_run
+from leakmel.recordings.wav import canonical_header
 
 SPEC = {"sample_rate": 4096, "duration_s": 1.0}
 DRY = ("LEAK/H1~03~20250101_000000~1.wav", "NOLEAK/H2~04~20250101_000000~1.wav")

@@ -10,11 +10,22 @@ import pytest
 
 import leakmel as lm
 from leakmel import __version__
-from leakmel.dataset import config as engine_choice, targets
-from leakmel.dataset.config import SCHEMA, PipelineConfig, read_tuned, this_machine, tuned_path, write_tuned
-from leakmel.dataset.config import EXPECTED, break_even, choose_engine, engine_costs
-from leakmel.dataset.existing import engine_of_journal, journal_path
 from leakmel.core.errors import DataError
+from leakmel.dataset import config as engine_choice
+from leakmel.dataset import targets
+from leakmel.dataset.config import (
+    EXPECTED,
+    SCHEMA,
+    PipelineConfig,
+    break_even,
+    choose_engine,
+    engine_costs,
+    read_tuned,
+    this_machine,
+    tuned_path,
+    write_tuned,
+)
+from leakmel.dataset.existing import engine_of_journal, journal_path
 from leakmel.mel.spec import MelSpec
 
 SPEC = MelSpec.preset("disjoint")

@@ -2,26 +2,29 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import soundfile
-from typing import Any
+from each import each
 
 import leakmel as lm
-from leakmel.recordings.conform import ConformRules, conform
-from leakmel.recordings.wav import Recording
 from leakmel.core.errors import RecordingError, VerifyError
 from leakmel.dataset import loader
 from leakmel.dataset.consistency import expected_row
+from leakmel.recordings.conform import ConformRules, conform
+from leakmel.recordings.wav import Recording
 
 pytestmark = pytest.mark.quick
 
 SPEC = lm.MelSpec.preset("disjoint", duration_s=0.5)
-QUIET: dict[str, Any] = dict(
-    spec=SPEC, check=None, progress="none", pipeline=lm.PipelineConfig(monitor_interval_s=0.0)
-)
+QUIET: dict[str, Any] = {
+    "spec": SPEC,
+    "check": None,
+    "progress": "none",
+    "pipeline": lm.PipelineConfig(monitor_interval_s=0.0),
+}
 Conform = Callable[[np.ndarray, int, ConformRules], tuple[np.ndarray, str]]
 
 
@@ -80,6 +83,7 @@ def without_status(x, rate, rules):
     return conform(x, rate, rules)[0], "ok"
 
 
+@pytest.mark.slow
 @each(
     "wrong",
     [cut_in_front, pad_in_front, second_channel, louder_mean, dropped_samples, without_status],

@@ -1,8 +1,8 @@
 "Bad input, broken machines, wrong engines, signals: a clear error with its cause, no thread left, nothing half written, the old data set intact."
 
 import errno
-import importlib
 import fcntl
+import importlib
 import os
 import re
 import signal
@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from each import each
 from errors import raises
+from independent import check, content, leftovers, log_mel, walk
 
 import leakmel as lm
-from leakmel.recordings.demo import write_demo
 from leakmel.core.errors import (
     DataError,
     EngineError,
@@ -33,22 +33,20 @@ from leakmel.core.errors import (
     VerifyError,
 )
 from leakmel.core.locks import OutputLock
-from leakmel.dataset import writer
-from leakmel.dataset.writer import RowFile
-from leakmel.dataset import inputs, job, publish
-from leakmel.dataset.job import Job
-from leakmel.dataset.job import may_resume
+from leakmel.dataset import inputs, job, loader, publish, writer
+from leakmel.dataset.job import Job, may_resume
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.targets import Ring
-from leakmel.dataset import loader
-from leakmel.mel import engines, spec as mel_spec
+from leakmel.dataset.writer import RowFile
+from leakmel.mel import engines
+from leakmel.mel import spec as mel_spec
 from leakmel.mel.engines import ReferenceEngine
-from independent import check, content, leftovers, log_mel, walk
+from leakmel.recordings.demo import write_demo
 
 IN_SMALL_STEPS = PipelineConfig(
     files_per_batch=4, read_workers=2, compute_workers=2, slots=4, monitor_interval_s=0.0
 )
-QUIET: dict[str, Any] = dict(progress="none", fresh=True, pipeline=IN_SMALL_STEPS)
+QUIET: dict[str, Any] = {"progress": "none", "fresh": True, "pipeline": IN_SMALL_STEPS}
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
 
 
@@ -314,6 +312,7 @@ def test_read_faults_of_the_machine(tmp_path, data, old, monkeypatch):
         assert "no recording was rejected" in str(e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nth", [1, 3])
 def test_rows_that_cannot_be_read_back(tmp_path, data, old, monkeypatch, nth):
     "A fault of the disk while a worker reads its rows back, by compiled code or in Python, is an error of the output, not of recordings."
@@ -493,6 +492,7 @@ def test_slots_that_cannot_be_allocated(tmp_path, data, old, monkeypatch):
     fails(data, tmp_path, MachineError, "out of memory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "allowed", [0, pytest.param(1, marks=pytest.mark.long), 3, pytest.param(5, marks=pytest.mark.long)]
 )
@@ -525,6 +525,7 @@ def test_many_faults_at_once_give_one_error(tmp_path, data, old, monkeypatch):
     fails(data, tmp_path, LeakmelError, "EIO")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["fill", "run", "take", "sync"])
 def test_interrupt_in_the_main_thread_ends_all_threads(tmp_path, data, old, monkeypatch, stage):
     "Ctrl-C while a thread is busy: everybody leaves."
@@ -772,6 +773,7 @@ def half_a_batch(engine, samples, out) -> None:
     out[len(out) // 2 :] = out[: len(out) - len(out) // 2]
 
 
+@pytest.mark.slow
 @ANY_LAYOUT
 @pytest.mark.parametrize(
     "wrong",

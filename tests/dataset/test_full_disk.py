@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from children import Server, server
-
 from independent import check, leftovers
 
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json", "ballast"]

@@ -17,15 +17,15 @@ import h5py
 import numpy as np
 import pytest
 from each import each
+from errors import raises
+from independent import content, leftovers, same
+from test_writer import WAVE, build_both, metadata_of, with_waves
 
 import leakmel as lm
-from errors import raises
 from leakmel.core.errors import OutputError
 from leakmel.dataset import schema, writer
 from leakmel.dataset.schema import Metadata, new_file
 from leakmel.dataset.writer import RowFile, compress_chunk, compress_rows, create_compressed, map_in_order
-from independent import content, leftovers, same
-from test_writer import WAVE, build_both, metadata_of, with_waves
 
 FILTERS = [(h5py.h5z.FILTER_SHUFFLE, b"shuffle"), (h5py.h5z.FILTER_DEFLATE, b"deflate")]
 
@@ -330,6 +330,7 @@ assert file.partial.read_bytes() == before
 """
 
 
+@pytest.mark.slow
 def test_full_disk_at_the_compressed_file_is_an_error(tmp_path):
     "The HDF5 library would end the process at its exit; it never comes to that, because the room is reserved first."
     code = _NO_ROOM.format(

@@ -10,8 +10,8 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from each import each
 from children import Server, server
+from each import each
 
 import leakmel as lm
 from leakmel.dataset import schema

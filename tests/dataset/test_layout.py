@@ -3,6 +3,7 @@
 How features are worked out by SciPy stands in `independent.py`; that the reference agrees with librosa and torchaudio, in `test_mel.py`.
 """
 
+import itertools
 import json
 import os
 import re
@@ -13,23 +14,23 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from build_runs import execute, plan_run
 from each import each
+from independent import content, fit, leftovers, log_mel, off, read, walk
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.cli import main
+from leakmel.dataset.job import store_waveforms, waveform_shape
+from leakmel.dataset.loader import Slot
+from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.schema import ALIGNMENT
 from leakmel.dataset.writer import RowFile
-from leakmel.dataset.job import store_waveforms, waveform_shape
-from build_runs import execute, plan_run
-from leakmel.dataset.pipeline import PipelineConfig
-from leakmel.dataset.loader import Slot
 from leakmel.mel.engines import CPU_ENGINES
-from independent import content, fit, leftovers, log_mel, off, read, walk
+from leakmel.recordings.demo import write_wav
 
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
 LABELS = ["LEAK", "NORMAL", "Straße 3"]
-QUIET: dict[str, Any] = dict(progress="none")
+QUIET: dict[str, Any] = {"progress": "none"}
 TEN_SECONDS = 40_960
 
 
@@ -340,7 +341,7 @@ def test_low_level_walk(folder):
                 for i in range(h5py.h5a.get_num_attrs(item)):
                     assert h5py.h5a.open(item, index=i).get_storage_size() > 0
         spans.sort()
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
         assert spans[-1][1] <= len(raw)
         assert raw[:9] == b"\x89HDF\r\n\x1a\n\x02"  # the superblock that HDF5 1.8 and later read
 

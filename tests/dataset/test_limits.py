@@ -5,10 +5,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from typing import Any
 from errors import raises
 
 import leakmel as lm
@@ -21,9 +21,9 @@ from leakmel.core.errors import (
     UsageError,
     VerifyError,
 )
+from leakmel.core.threads import ThreadGroup
 from leakmel.dataset import verify as verify_module
 from leakmel.dataset.config import PipelineConfig
-from leakmel.core.threads import ThreadGroup
 from leakmel.dataset.job import Job
 
 QUIET: dict[str, Any] = {
@@ -193,7 +193,7 @@ def test_root_one_level_too_high_is_refused(tmp_path, make_wav):
     make_wav(tmp_path / "up" / "set" / "TRAINING" / "LEAK" / "a.wav")
     make_wav(tmp_path / "up" / "set" / "Testing" / "day" / "LEAK" / "b.wav")
     make_wav(tmp_path / "up" / "other" / "a.wav")
-    with pytest.raises(DataError, match="one level deeper.*found set/TRAINING, set/Testing") as error:
+    with pytest.raises(DataError, match=r"one level deeper.*found set/TRAINING, set/Testing") as error:
         lm.scan(tmp_path / "up")
     assert str(tmp_path / "up" / "set") in str(error.value.remedy)
 

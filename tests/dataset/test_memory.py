@@ -8,8 +8,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from each import each
 import xxhash
+from each import each
 
 import leakmel as lm
 from leakmel.dataset import schema
@@ -62,6 +62,7 @@ def linked(request, tmp_path, make_wav) -> dict[int, Path]:
     return roots
 
 
+@pytest.mark.slow
 def test_memory_of_one_more_recording(linked, tmp_path):
     lm.build(
         linked[FEW], out=tmp_path / "warm.h5", spec=lm.MelSpec(duration_s=1.0), engine="cpu", progress="none"

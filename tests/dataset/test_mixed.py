@@ -15,14 +15,13 @@ from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.recordings.manifest import scan
-from leakmel.recordings.demo import write_wav
-from leakmel.recordings.wav import canonical_header
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.dataset.inputs import READ_HEADERS, _round_down, decide_spec, propose_build
-from leakmel.pages.explore import Explorer
-from leakmel.pages.explore import recordings_of_scan
+from leakmel.pages.explore import Explorer, recordings_of_scan
+from leakmel.recordings.demo import write_wav
+from leakmel.recordings.manifest import scan
+from leakmel.recordings.wav import canonical_header
 
 # rate in Hz, seconds, channels, number: the first is the majority
 MIXED = ((8000, 2.0, 1, 7), (16_000, 2.0, 1, 2), (8000, 1.0, 2, 1), (8000, 3.5, 1, 2))
@@ -307,7 +306,7 @@ def test_no_command_is_proposed_where_a_build_would_fail(tmp_path: Path) -> None
 def test_lengths_that_differ_by_a_little_are_cut_to_the_shortest(tmp_path: Path) -> None:
     "Recorders stop within a few hundred milliseconds: no length has a majority, yet nobody has to choose one."
     lengths = tuple((8000, 6.64 + 0.03 * k, 1, 2) for k in range(12))
-    write_mixed(lambda label, i: tmp_path / "in" / label / f"{i}.wav", lengths + ((8000, 30.0, 1, 1),))
+    write_mixed(lambda label, i: tmp_path / "in" / label / f"{i}.wav", (*lengths, (8000, 30.0, 1, 1)))
     result = lm.build(tmp_path / "in", out=tmp_path / "x.h5", progress="none")
     assert (result.rows, len(result.rejected)) == (50, 0)
     with lm.open_dataset(result.path) as ds:

@@ -10,36 +10,37 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 from each import each
 from errors import raises
-import soundfile
-from typing import Any
 
 import leakmel as lm
-from leakmel.recordings.manifest import scan
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, OutputError, UsageError
 from leakmel.core.locks import OutputLock
 from leakmel.core.timeline import Timeline
 from leakmel.dataset import modes
 from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.modes import MODES, choose_mode
 from leakmel.dataset.loader import BatchReader
 from leakmel.dataset.modes import (
+    MODES,
     SUFFIX,
     CachedReader,
     SampleCache,
     cache_folder,
     cache_key,
     cache_path,
+    choose_mode,
     clear_cache,
     list_cache,
     load,
 )
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.manifest import scan
 
 SPEC = MelSpec.preset("disjoint", duration_s=1)
 
@@ -222,7 +223,7 @@ def test_changed_file_is_rejected_in_every_mode(tmp_path, mixed, mode):
         path = mixed / "LEAK" / "03.wav"
         path.write_bytes(path.read_bytes()[:-2] + b"\1\1")
         (mixed / "LEAK" / "05.wav").unlink()
-        common: dict[str, Any] = dict(manifest=manifest, spec=SPEC, progress="none")
+        common: dict[str, Any] = {"manifest": manifest, "spec": SPEC, "progress": "none"}
         from_held = lm.build(mixed, out=tmp_path / "x.h5", preloaded=ready, **common)
         streamed = lm.build(mixed, out=tmp_path / "y.h5", mode="stream", **common)
     assert from_held.path.read_bytes() == streamed.path.read_bytes()
@@ -684,7 +685,7 @@ def test_cached_recordings_are_independent_of_labels(tmp_path, mixed, mode):
         mixed, spec=SPEC, progress="none", mode="preload" if mode == "preloaded" else "memmap"
     ) as ready:
         manifest = lm.scan(mixed, pattern=pattern)
-        common: dict[str, Any] = dict(manifest=manifest, spec=SPEC, progress="none")
+        common: dict[str, Any] = {"manifest": manifest, "spec": SPEC, "progress": "none"}
         got = lm.build(
             mixed,
             out=tmp_path / "x.h5",

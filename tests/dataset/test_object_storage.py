@@ -24,20 +24,20 @@ from typing import Any
 
 import h5py
 import pytest
+from build_runs import execute, plan_run
 from errors import raises
 from independent import check
 from object_server import BUCKET, SECRET, ObjectServer
 
 import leakmel as lm
-from leakmel.recordings.demo import write_demo
 from leakmel.core import store as store_module
-from leakmel.core.store import open_store, store_path
 from leakmel.core.errors import DataError, MachineError, UsageError
-from leakmel.dataset import pipeline as parts_module
-from leakmel.dataset.pipeline import build_part, join
-from build_runs import execute, plan_run
+from leakmel.core.store import open_store, store_path
 from leakmel.dataset import loader as objects_module
+from leakmel.dataset import pipeline as parts_module
 from leakmel.dataset.loader import BadFilesError
+from leakmel.dataset.pipeline import build_part, join
+from leakmel.recordings.demo import write_demo
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
@@ -117,6 +117,7 @@ def test_a_build_from_objects_has_the_bytes_of_one_from_files(url, demo, whole, 
     check(made.path, demo / "TRAINING")
 
 
+@pytest.mark.slow
 def test_the_run_notebook_builds_from_objects(url, whole, tmp_path):
     "Its data_root is a URL: not a path below the current folder."
     plan = plan_run(
@@ -204,6 +205,7 @@ def test_azure_storage_gives_the_same_bytes(demo, whole, tmp_path, monkeypatch):
         process.wait(10)
 
 
+@pytest.mark.slow
 def test_a_small_window_and_small_batches_give_the_same_bytes(url, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(objects_module, "WINDOW_FILES", 3)
     config = lm.PipelineConfig(files_per_batch=5)
@@ -255,6 +257,7 @@ def test_parts_and_processes_of_a_cluster(url, whole, tmp_path):
     assert nothing_is_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_cluster_lists_a_bucket_once(url, whole, tmp_path, monkeypatch):
     def listed_again(*args: Any) -> None:
         raise AssertionError("the bucket is listed by the join too")
@@ -381,6 +384,7 @@ def test_a_join_reads_changed_objects_again(own_url, demo, served, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_throttling_gives_the_same_bytes(url, served, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(served, "n_throttled", 40)
     assert lm.build(url, split="training", out=tmp_path / "x.h5", **QUIET).path.read_bytes() == whole
@@ -398,6 +402,7 @@ def test_on_bad_file_stop_names_the_object(url, tmp_path):
 # ---------------------------------------------------------------- verify
 
 
+@pytest.mark.slow
 def test_verify_with_a_table(own_url, demo, served, tmp_path):
     names = sorted(p.relative_to(demo).as_posix() for p in (demo / "TRAINING").rglob("H*.wav"))[:6]
     (tmp_path / "t.csv").write_text("path,label\n" + "".join(f"{n},{n.split('/')[1]}\n" for n in names))

@@ -28,9 +28,6 @@ from hypothesis import strategies as st
 from independent import check
 
 import leakmel as lm
-from leakmel.recordings.conform import digests_of
-from leakmel.recordings.listing import part_range
-from leakmel.recordings.demo import write_demo, write_wav
 from leakmel.cli import main
 from leakmel.core.cluster import open_cluster, run_tasks
 from leakmel.core.errors import (
@@ -44,19 +41,18 @@ from leakmel.core.errors import (
 )
 from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
-from leakmel.core.timeline import STAGES, covered_s, read_timeline
-from leakmel.dataset import (
-    existing as existing_module,
-    job as job_module,
-    pipeline as parts_module,
-    targets as targets_module,
-    verify as verify_module,
-)
-from leakmel.dataset.pipeline import build_part, finished_parts, join, parts_folder
+from leakmel.core.timeline import STAGES, analysis_text, attribute, covered_s, interval_s, read_timeline
+from leakmel.dataset import existing as existing_module
+from leakmel.dataset import job as job_module
+from leakmel.dataset import pipeline as parts_module
+from leakmel.dataset import targets as targets_module
+from leakmel.dataset import verify as verify_module
 from leakmel.dataset.loader import BadFilesError
-from leakmel.core.timeline import analysis_text
-from leakmel.core.timeline import attribute, interval_s
+from leakmel.dataset.pipeline import build_part, finished_parts, join, parts_folder
 from leakmel.pages.plots import batch_timeline
+from leakmel.recordings.conform import digests_of
+from leakmel.recordings.demo import write_demo, write_wav
+from leakmel.recordings.listing import part_range
 
 QUIET: dict[str, Any] = {"engine": "cpu", "progress": "none"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +97,7 @@ def test_joined_parts_are_equal_to_one_build(demo, whole, tmp_path, n):
     check(made.path, demo / "TRAINING")
 
 
+@pytest.mark.slow
 def test_more_parts_than_recordings(tmp_path):
     write_demo(tmp_path / "d", n_files=12)
     right = built(tmp_path / "d", tmp_path / "y.h5")
@@ -125,6 +122,7 @@ def test_settings_reach_parts_and_join(demo, tmp_path, options):
     assert join(tmp_path / "x.h5", progress="none").path.read_bytes() == right
 
 
+@pytest.mark.slow
 def test_names_and_labels_from_a_table(demo, tmp_path):
     paths = sorted(p.relative_to(demo) for p in (demo / "TRAINING").rglob("*.wav"))
     lines = [f'"{p}",{p.parts[1]},pipe {k % 7},{k}' for k, p in enumerate(paths)]
@@ -155,13 +153,14 @@ def test_table_that_changes_before_the_join_is_named(demo, tmp_path):
     assert join(tmp_path / "x.h5", progress="none").rows
 
 
+@pytest.mark.slow
 def test_parts_without_a_row(tmp_path):
     "Two parts of five hold bad files only: they are counted, and the share of rejected files is judged over the whole."
     noise = np.random.default_rng(0).normal(0, 1000, (20, 80_000)).astype(np.int16)
     for k in range(50):
         path = tmp_path / "d" / ("LEAK" if k < 40 else "QUIET") / f"{k:02d}.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if 10 <= k < 20 or k >= 30 and k < 40:
+        if 10 <= k < 20 or (k >= 30 and k < 40):
             path.write_bytes(b"no recording")
         else:
             write_wav(path, noise[k % 20], 8000)
@@ -194,6 +193,7 @@ def test_part_without_a_row_whose_recordings_change_is_read_again(tmp_path):
 # ---------------------------------------------------------------- changes and damage between part and join
 
 
+@pytest.mark.slow
 def test_recordings_that_change_before_the_join_are_read_again(tmp_path):
     write_demo(tmp_path / "d", n_files=90)
     time.sleep(0.1)  # a file that is younger than the clock's step is read again
@@ -410,6 +410,7 @@ def test_how_recordings_are_read_cannot_be_chosen_on_a_cluster(demo, tmp_path):
             lm.build(demo, preloaded=ready, **options)
 
 
+@pytest.mark.slow
 def test_a_second_build_of_the_same_file_leaves_the_parts_of_the_first(demo, tmp_path):
     out = tmp_path / "x.h5"
     folder = parts_folder(out)
@@ -857,6 +858,7 @@ def test_the_join_recomputes_rows_of_each_part(demo, tmp_path, monkeypatch, chec
         assert {rows[own[k]] for own in of_part for k in (0, -1)} <= set(picked[0])
 
 
+@pytest.mark.slow
 def test_a_cluster_does_not_look_at_the_recordings_of_new_parts_again(demo, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(parts_module, "PART_SIZE", 30)
     looked, original = list[int](), existing_module.stamps_of
@@ -895,6 +897,7 @@ def on_a_thread(root: Path, target: Path, **options: Any) -> Any:
         return lm.build(root, split="training", out=target, cluster=pool, **QUIET | options)
 
 
+@pytest.mark.slow
 def test_a_recording_that_changes_while_a_cluster_builds_is_read_by_the_next_build(tmp_path, monkeypatch):
     "As in a build on one machine: the row is that of the recording as it was read."
     write_demo(tmp_path / "d", n_files=60)
@@ -945,6 +948,7 @@ def test_a_recording_that_a_worker_cannot_read_is_read_by_the_join(tmp_path, mon
     assert not made.rejections
 
 
+@pytest.mark.slow
 def test_a_rejected_recording_that_is_repaired_with_its_old_time_is_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(parts_module, "PART_SIZE", 10)
     write_demo(tmp_path / "d", n_files=40)
@@ -1219,6 +1223,7 @@ def demo_listing(demo, tmp_path_factory) -> tuple[bytes, Path, int]:
 # ---------------------------------------------------------------- the command line
 
 
+@pytest.mark.slow
 def test_command_line(demo, whole, tmp_path, capsys):
     out, listing = tmp_path / "x.h5", tmp_path / "l.npz"
     assert main(["scan", str(demo), "--save", str(listing), "--quiet"]) in (0, 1)

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_resume import all_changes, build, data, fresh_bytes, settle  # noqa: F401 (data is a fixture)
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.dataset import writer
 from leakmel.dataset.job import Job
 from leakmel.dataset.pipeline import PipelineConfig
-from test_resume import all_changes, build, data, fresh_bytes, settle  # noqa: F401 (data is a fixture)
+from leakmel.recordings.demo import write_wav
 
 SYNCED = PipelineConfig(
     files_per_batch=4, compute_workers=2, fsync=True, monitor_interval_s=0.0, journal_bytes=1
@@ -241,6 +241,7 @@ def states_of(log: Log, n: int, seed: int) -> list[dict[str, bytes]]:
     return [after_the_cut(log, rng) for _ in range(n)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["none", "gzip"])
 @pytest.mark.parametrize("n", [1000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_no_state_after_a_power_cut_publishes_a_wrong_row(

@@ -11,11 +11,11 @@ import h5py
 import numpy as np
 import pytest
 from each import each
+from errors import raises
+from independent import content
 
 import leakmel as lm
-from errors import raises
 from leakmel.core.errors import DataError, VerifyError
-from independent import content
 
 pytestmark = pytest.mark.quick
 
@@ -305,6 +305,7 @@ def test_legacy_file_of_another_form_is_refused_by_name(tmp_path, monkeypatch, c
         assert f
 
 
+@pytest.mark.slow
 @each("value", ["[]", "7", "{", b"\xff", "__import__('os').mkdir('made')"])
 def test_invalid_legacy_settings_are_refused(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)

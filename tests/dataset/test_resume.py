@@ -19,20 +19,17 @@ import numpy as np
 import pytest
 from each import each
 from errors import raises
+from independent import check, leftovers
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.core.errors import DataError, OutputError, SpaceError, VerifyError
-from leakmel.dataset import writer
-from leakmel.dataset import existing, job as job_module
-from leakmel.dataset.job import may_resume
-from leakmel.dataset import loader
-from leakmel.dataset.existing import read_state, state_path, write_state
+from leakmel.dataset import existing, loader, writer
+from leakmel.dataset import job as job_module
+from leakmel.dataset.existing import journal_path, read_state, state_path, write_state
+from leakmel.dataset.job import Job, may_resume
 from leakmel.dataset.loader import BadFilesError
-from leakmel.dataset.job import Job
-from leakmel.dataset.existing import journal_path
 from leakmel.dataset.pipeline import PipelineConfig
-from independent import check, leftovers
+from leakmel.recordings.demo import write_wav
 
 CONFIG = PipelineConfig(
     files_per_batch=4, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1
@@ -119,13 +116,18 @@ def test_unchanged_folder_changes_no_file_and_is_reported(
     assert first.summary["kept_rows"] == 0
 
 
+@pytest.mark.slow
 def test_only_the_changed_split_is_rebuilt(demo: Path, tmp_path: Path, read: list[bytes]) -> None:
     root = tmp_path / "demo"
     shutil.copytree(demo, root)
     settle()
-    common: dict[str, Any] = dict(
-        out_dir=tmp_path / "out", engine="reference", progress="none", pipeline=CONFIG, check=2
-    )
+    common: dict[str, Any] = {
+        "out_dir": tmp_path / "out",
+        "engine": "reference",
+        "progress": "none",
+        "pipeline": CONFIG,
+        "check": 2,
+    }
     first = lm.build_all(root, **common)
     assert [r.summary["nothing_to_do"] for r in lm.build_all(root, **common)] == [True] * 3
     gone = next(p for p in sorted((root / "VALIDATION").rglob("*.wav")))
@@ -261,6 +263,7 @@ CHANGES: dict[Callable[[Path], None], tuple[int, int, int, list[str]]] = {  # ad
 }
 
 
+@pytest.mark.slow
 @each("step", CHANGES, ids=lambda f: f.__name__)
 def test_update_reads_only_changes_and_equals_a_fresh_build(
     data: Path, tmp_path: Path, read: list[bytes], step: Callable
@@ -819,6 +822,7 @@ def test_interrupted_update_is_resumed(data: Path, tmp_path: Path, read: list[by
     assert target.read_bytes() == fresh_bytes(data, tmp_path)
 
 
+@pytest.mark.slow
 def test_repeatedly_killed_build_is_resumed(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "x.h5"
     for _ in range(12):
@@ -1036,11 +1040,16 @@ def test_resumed_build_removes_an_incomplete_compressed_file(interrupted: Path, 
     assert build(data, interrupted).summary["resumed_rows"] > 0
 
 
+@pytest.mark.slow
 def test_copies_between_a_changed_and_an_unchanged_split_are_reported(demo: Path, tmp_path: Path) -> None:
     root = tmp_path / "demo"
-    common: dict[str, Any] = dict(
-        out_dir=tmp_path / "out", engine="reference", progress="none", pipeline=CONFIG, check=2
-    )
+    common: dict[str, Any] = {
+        "out_dir": tmp_path / "out",
+        "engine": "reference",
+        "progress": "none",
+        "pipeline": CONFIG,
+        "check": 2,
+    }
     shutil.copytree(demo, root)
     settle()
     before = lm.build_all(root, **common)[1]
@@ -1202,6 +1211,7 @@ def sweep(data: Path, folder: Path, every: int, **options: Any) -> int:
     raise AssertionError("the build has no end")
 
 
+@pytest.mark.slow
 def test_killed_at_steps_of_a_build(data: Path, tmp_path: Path, tried: Callable) -> None:
     n = sweep(data, tmp_path, every=5)
     tried("S1", n)

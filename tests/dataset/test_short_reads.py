@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 from conftest import need
+from each import each
+from odd_wavs import READ, REFUSED
 
 import leakmel as lm
-from leakmel.recordings import wav
-from leakmel.recordings.wav import canonical_header, pread_all, read_wav
 from leakmel.core.errors import RecordingError
 from leakmel.detector.data.segments import make_task
 from leakmel.detector.model.detector import Detector
 from leakmel.detector.model.net import LeakNet, NetSettings
-from odd_wavs import READ, REFUSED
+from leakmel.recordings import wav
+from leakmel.recordings.wav import canonical_header, pread_all, read_wav
 
 # Reads of files below a folder return at most LIMIT bytes (rotating from 1 to it), and every third call is interrupted.
 LIBRARY = r"""

@@ -15,8 +15,8 @@ import pytest
 from cluster_guide import certificates, of_guide
 
 import leakmel as lm
-from leakmel.recordings.demo import write_demo
 from leakmel.dataset.pipeline import finished_parts, parts_folder
+from leakmel.recordings.demo import write_demo
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [

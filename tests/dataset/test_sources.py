@@ -4,22 +4,22 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from typing import Any
 from each import each
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.core.errors import DataError, LeakmelError, MachineError, VerifyError
 from leakmel.dataset import consistency as sources
 from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.job import Job
 from leakmel.dataset.consistency import Sources, expected_bounds, read_source
+from leakmel.dataset.job import Job
 from leakmel.dataset.verify import check_data_set, pick_rows
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.spec import bounds_of, reference_features
+from leakmel.recordings.demo import write_wav
 
 pytestmark = pytest.mark.quick
 

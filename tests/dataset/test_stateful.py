@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -24,10 +24,10 @@ from hypothesis.stateful import (
 )
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
-from leakmel.dataset.loader import BadFilesError
 from leakmel.dataset.job import Job
+from leakmel.dataset.loader import BadFilesError
 from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.recordings.demo import write_wav
 
 SPEC = lm.MelSpec.preset("disjoint", duration_s=0.5)
 CONFIG = PipelineConfig(
@@ -45,7 +45,9 @@ POLICIES = st.sampled_from(
 class Folder(RuleBasedStateMachine):
     "A data folder, its data set, and a dictionary of what should be in it."
 
-    refused: list[bool] = []  # builds that bad files ended, in all days: whether there was a good one
+    refused: ClassVar[
+        list[bool]
+    ] = []  # builds that bad files ended, in all days: whether there was a good one
 
     def __init__(self) -> None:
         super().__init__()

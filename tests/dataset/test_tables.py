@@ -4,23 +4,23 @@ import csv
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pandas as pd
 import pytest
-from typing import Any
+from build_runs import execute, plan_run
 from each import each
 from errors import raises
 from tiny_training import tiny_words
 
 import leakmel as lm
+from leakmel.cli import main
+from leakmel.core.errors import DataError, UsageError
 from leakmel.recordings.labels import Decision, append_decision, now_utc
 from leakmel.recordings.tables import MAX_EXTRA_BYTES, MAX_EXTRA_COLUMNS, MEASURED_COLUMNS, read_table
 from leakmel.recordings.wav import canonical_header
-from leakmel.cli import main
-from leakmel.core.errors import DataError, UsageError
-from build_runs import execute, plan_run
 
 SHORT = {"sample_rate": 4096, "duration_s": 1.0}
 COLUMNS = "label=condition,sensor=pipe,recording=file"
@@ -135,6 +135,7 @@ def test_columns_that_are_not_kept(tmp_path):
     assert t.extra["a_b"] == ["y"]
 
 
+@pytest.mark.slow
 def test_changed_extra_columns_are_written_and_compared(made):
     first = build(made)
     assert build(made).summary["nothing_to_do"]

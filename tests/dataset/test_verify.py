@@ -7,20 +7,18 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from typing import Any
 from each import each
+from independent import fit, leftovers, log_mel, read
 
 import leakmel as lm
-from leakmel.recordings import conform
-from leakmel.recordings.wav import digest_of
 from leakmel.core.errors import VerifyError
-from leakmel.dataset import verify
 from leakmel.dataset import job as waveforms
-from leakmel.dataset import publish
+from leakmel.dataset import publish, verify
 from leakmel.dataset.job import Job
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
@@ -28,7 +26,8 @@ from leakmel.dataset.verify import VerifyReport, pick_rows
 from leakmel.dataset.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.spec import reference_log_mel
-from independent import fit, leftovers, log_mel, read
+from leakmel.recordings import conform
+from leakmel.recordings.wav import digest_of
 
 N = 30
 
@@ -279,11 +278,14 @@ def symmetric_window(engine, out, samples) -> None:
         row[...] = log_mel(x / 32_768, engine.spec.to_dict(), periodic=False)
 
 
-QUIET: dict[str, Any] = dict(
-    engine="reference", progress="none", pipeline=PipelineConfig(files_per_batch=5, monitor_interval_s=0.0)
-)
+QUIET: dict[str, Any] = {
+    "engine": "reference",
+    "progress": "none",
+    "pipeline": PipelineConfig(files_per_batch=5, monitor_interval_s=0.0),
+}
 
 
+@pytest.mark.slow
 @each("wrong", [swap_two, zero_one, shift_a_frame, other_scale, symmetric_window, flip_a_bit])
 def test_verify_finds_wrong_rows_by_the_sources(built, tmp_path, monkeypatch, wrong):
     "The digests are those of the wrong rows: without the sources the file is in order."
@@ -335,7 +337,7 @@ def test_writer_faults_prevent_publication(data, tmp_path, monkeypatch, wrong, r
         (data / "LEAK" / "broken.wav").unlink()
     real = RowFile.write
     monkeypatch.setattr(RowFile, "write", lambda self, first, rows, part=0: wrong(self, first, rows, real))
-    with pytest.raises(VerifyError, match="do not match their digest|shorter than its header"):
+    with pytest.raises(VerifyError, match=r"do not match their digest|shorter than its header"):
         lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
     assert leftovers(tmp_path / "out") == []
 
@@ -672,7 +674,7 @@ def test_lost_or_changed_waveform_prevents_publication(built, tmp_path, monkeypa
 
     for wrong in (lost, flipped):
         monkeypatch.setattr(RowFile, "write", wrong)
-        with pytest.raises(VerifyError, match="waveforms of .* do not match their digest"):
+        with pytest.raises(VerifyError, match=r"waveforms of .* do not match their digest"):
             lm.build(built[0], out=tmp_path / "y.h5", with_waveforms=True, check=0, **QUIET)
     assert leftovers(tmp_path) == []
 
@@ -680,6 +682,7 @@ def test_lost_or_changed_waveform_prevents_publication(built, tmp_path, monkeypa
 # ---- labels, names, attributes
 
 
+@pytest.mark.slow
 @each(
     ("name", "change"),
     [
@@ -767,6 +770,7 @@ def test_metadata_that_contradict_themselves_are_found_even_when_resealed(file, 
     bad(lm.verify(file))
 
 
+@pytest.mark.slow
 @each(
     ("name", "change"),
     [
@@ -1080,6 +1084,7 @@ def regions(path: Path) -> dict[str, tuple[int, int]]:
         return {n: (f[n].id.get_offset(), f[n].id.get_storage_size()) for n in names}
 
 
+@pytest.mark.slow
 @each("seed", range(2))
 def test_flipped_bits_in_the_data_are_all_found(file, seed):
     rng, raw = np.random.default_rng(seed), file.read_bytes()

@@ -15,11 +15,11 @@ import h5py
 import numpy as np
 import pytest
 from each import each
+from errors import raises
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from independent import content, leftovers, same
 
-from errors import raises
-from leakmel.recordings.wav import digest_of
 from leakmel.core.errors import OutputError, SpaceError, UsageError
 from leakmel.core.files import replacing, require_space
 from leakmel.core.locks import OutputLock
@@ -34,7 +34,7 @@ from leakmel.dataset.schema import (
 )
 from leakmel.dataset.writer import RowFile, part_offsets, reserve
 from leakmel.mel.spec import MelSpec
-from independent import content, leftovers, same
+from leakmel.recordings.wav import digest_of
 
 SMALL = MelSpec(duration_s=0.25)  # one row: [1, 2, 64, 1]
 
@@ -356,6 +356,7 @@ def test_metadata_survive_a_round_trip(tmp_path):
         np.testing.assert_allclose(f["segments_mel"].dims[2]["short_start_s"][:], [0, 0.125])
 
 
+@pytest.mark.slow
 def test_another_process_in_another_zone_writes_the_same_bytes(tmp_path):
     first = build(tmp_path / "a.h5", np.ones(5, bool))
     code = (

@@ -13,23 +13,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import torch
+from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.cli import main
-from leakmel.operations.detector import Predict
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, SpaceError
 from leakmel.core.export import croissant_text
-from leakmel.detector.model.cards import update_card
 from leakmel.detector.data.segments import make_task
 from leakmel.detector.model.card import EvaluationRecord
+from leakmel.detector.model.cards import update_card
 from leakmel.detector.model.detector import Detector, load_detector
 from leakmel.detector.model.net import LeakNet, NetSettings
-from leakmel.extras.nightly.history import History, HistoryEntry
 from leakmel.detector.predict.predict import COLUMNS
+from leakmel.extras.nightly.history import History, HistoryEntry
+from leakmel.operations.detector import Predict
+from leakmel.recordings.demo import write_wav
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 RATE = 4096

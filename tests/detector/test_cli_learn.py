@@ -13,23 +13,20 @@ from typing import Any
 
 import pytest
 from each import each
+from made_detectors import made_detector
+from tiny_training import tiny_words
 
 import leakmel as lm
 from leakmel import cli
 from leakmel.cli import main
 from leakmel.core.errors import UsageError
-from leakmel.extras import retrain as rounds
-from leakmel.detector.model.files import round_folder
-from leakmel.detector.model.detector import load_champion
-from leakmel.extras.retrain import weights_digest
-from leakmel.operations.detector import find_data_sets
-from leakmel.detector.model.settings import CheckpointSettings
-from leakmel.detector.model.detector import load_detector
 from leakmel.detector.evaluate.evaluation import evaluate
-from leakmel.extras.retrain import RoundRules, retrain
-from leakmel.detector.model.settings import TrainSettings
-from made_detectors import made_detector
-from tiny_training import tiny_words
+from leakmel.detector.model.detector import load_champion, load_detector
+from leakmel.detector.model.files import round_folder
+from leakmel.detector.model.settings import CheckpointSettings, TrainSettings
+from leakmel.extras import retrain as rounds
+from leakmel.extras.retrain import RoundRules, retrain, weights_digest
+from leakmel.operations.detector import find_data_sets
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -220,6 +217,7 @@ def test_folder_of_rounds_selects_its_champion(
     )
 
 
+@pytest.mark.slow
 def test_changed_champion_is_refused(
     two_rounds: Path, place: Path, small_sets: Path, tmp_path: Path, say: Say
 ) -> None:
@@ -249,6 +247,7 @@ def test_changed_champion_is_refused(
     assert (status, "the model file is missing" in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_evaluate_command_equals_the_library_and_writes_files(
     two_rounds: Path, small_sets: Path, tmp_path: Path, say: Say
 ) -> None:

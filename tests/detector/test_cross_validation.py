@@ -23,17 +23,17 @@ from each import each
 from tiny_training import use_few_trees
 
 import leakmel as lm
+from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
-from leakmel.detector.evaluate.resampling import CrossValidation
-from leakmel.detector.metrics.significance import Bootstrap
-from leakmel.detector.metrics.metrics import leak_metrics
 from leakmel.core.operation import Run, make
-from leakmel.operations.detector import Train
-from leakmel.detector.reports import training_report
+from leakmel.detector.evaluate.resampling import CrossValidation
+from leakmel.detector.metrics.metrics import leak_metrics
+from leakmel.detector.metrics.significance import Bootstrap
 from leakmel.detector.model import spectral
+from leakmel.detector.reports import training_report
 from leakmel.detector.train import folds
 from leakmel.detector.train.folds import FoldTrainer, joined_groups
-from leakmel.cli import main
+from leakmel.operations.detector import Train
 
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning"),  # of splits of a few sensors
@@ -268,6 +268,7 @@ def test_group_that_alone_has_a_label_is_not_left_out(small_sets: Path, found: C
     assert error.value.code == "label-in-one-part"
 
 
+@pytest.mark.slow
 def test_permuted_labels_give_no_skill(small_sets: Path, tmp_path: Path) -> None:
     areas = []
     for seed in range(3):
@@ -394,6 +395,7 @@ def test_options_of_one_training_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_notebook_evaluates_by_cross_validation_before_the_training(small_sets: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "data": str(small_sets),

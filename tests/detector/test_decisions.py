@@ -12,10 +12,9 @@ from each import each
 
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.core.operation import Run, make
 from leakmel.core.errors import DataError, UsageError
+from leakmel.core.operation import Run, make
 from leakmel.detector.evaluate.evaluation import record_evaluation
-from leakmel.detector.metrics.significance import Bootstrap, Groups, give_verdict, score_model
 from leakmel.detector.metrics.metrics import (
     MIN_ISOTONIC,
     HeldOutScores,
@@ -25,6 +24,7 @@ from leakmel.detector.metrics.metrics import (
     fit_calibration,
     reliability,
 )
+from leakmel.detector.metrics.significance import Bootstrap, Groups, give_verdict, score_model
 from leakmel.detector.model.card import (
     CROSS_VALIDATION,
     NEVER_EVALUATED,
@@ -37,8 +37,7 @@ from leakmel.detector.model.card import (
 )
 from leakmel.detector.model.cards import model_card
 from leakmel.detector.model.detector import load_detector
-from leakmel.operations.detector import Evaluate, Train
-from leakmel.operations.detector import run_summary
+from leakmel.operations.detector import Evaluate, Train, run_summary
 
 
 def network(rng: np.random.Generator, n_groups: int, n_each: int, sure: float = 1.0) -> HeldOutScores:
@@ -183,6 +182,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, few_trees: None) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_training_stores_held_out_scores_and_a_cross_validated_verdict(trained: Path) -> None:
     detector = load_detector(trained / "model" / "model.pt")
     n = detector.record["training"]["recordings"]

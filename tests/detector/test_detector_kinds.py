@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import torch
+from each import each
 from errors import raises
 
 import leakmel as lm
@@ -23,13 +23,18 @@ from leakmel.core.machine_code import CompiledCode
 from leakmel.detector.data import segments
 from leakmel.detector.data.segments import LEFT_OUT, Segments, make_task
 from leakmel.detector.data.splits import Split
+from leakmel.detector.metrics.metrics import UNCHOSEN
 from leakmel.detector.metrics.significance import Groups
-from leakmel.detector.model.detector import BlendClassifier, BlendSettings
-from leakmel.detector.model.detector import Detector, load_detector, score_rows
+from leakmel.detector.model import spectral
+from leakmel.detector.model.detector import (
+    BlendClassifier,
+    BlendSettings,
+    Detector,
+    load_detector,
+    score_rows,
+)
 from leakmel.detector.model.files import load_plain
 from leakmel.detector.model.net import LeakNet, NetSettings
-from leakmel.detector.metrics.metrics import UNCHOSEN
-from leakmel.detector.model import spectral
 from leakmel.detector.model.spectral import (
     SpectralClassifier,
     SpectralSettings,
@@ -37,11 +42,10 @@ from leakmel.detector.model.spectral import (
     spectral_features,
     window_numbers,
 )
-from leakmel.extras.retrain import fine_tune, round_settings
-from leakmel.extras.retrain import SegmentSubset
 from leakmel.detector.train import folds as folds_module
 from leakmel.detector.train.folds import make_folds
 from leakmel.detector.train.state import TrainingData
+from leakmel.extras.retrain import SegmentSubset, fine_tune, round_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 SMALL: dict[str, Any] = {"epochs": 1, "epoch_share": 0.3, "batch_size": 64, "channels": (4, 8)}
@@ -218,6 +222,7 @@ def test_a_prediction_scores_recordings_as_the_data_set_does(sets, trained, kind
     assert np.allclose(scores, right, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param("spectral", marks=pytest.mark.long), "cnn", "blend"]
 )  # a blend has both
@@ -423,6 +428,7 @@ def test_only_the_recordings_of_a_network_are_loaded_into_memory(
         assert not loaded
 
 
+@pytest.mark.slow
 @each("kind", ["spectral", "blend"])
 @each(("is_mixed", "n_scored"), [(True, 1), (False, 4)])
 def test_of_many_recordings_a_fold_with_both_labels_is_scored(sets, monkeypatch, kind, is_mixed, n_scored):

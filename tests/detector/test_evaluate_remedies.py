@@ -60,6 +60,7 @@ def test_a_missing_test_set_is_built_or_named(
     assert run("evaluate", small_sets / "TESTING_DATASET.H5", "--model", model, "--allow-leaky-split")["ok"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_is_resumed_or_its_best_epoch_named(
     run: Run, small_sets: Path, tmp_path: Path
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_new_label_is_left_out_or_trained(run: Run, model: Path, small_sets: P
     assert run("evaluate", tmp_path / "pump.h5", "--model", tmp_path / "three", "--allow-leaky-split")["ok"]
 
 
+@pytest.mark.slow
 def test_an_unknown_column_names_columns_that_work(run: Run, model: Path, small_sets: Path) -> None:
     words = ["evaluate", small_sets, "--model", model, "--allow-leaky-split", "--group"]
     body = run(*words, "pipe")
@@ -124,6 +126,7 @@ def test_an_unknown_column_names_columns_that_work(run: Run, model: Path, small_
         assert run(*words, column)["ok"], column
 
 
+@pytest.mark.slow
 def test_a_damaged_model_is_trained_again(run: Run, model: Path, small_sets: Path, tmp_path: Path) -> None:
     content = (model / "model.pt").read_bytes()
     (tmp_path / "model.pt").write_bytes(content[: len(content) // 2])

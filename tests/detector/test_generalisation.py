@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.detector.evaluate.resampling import Generalisation, find_grouping
@@ -23,6 +22,7 @@ from leakmel.detector.metrics.significance import (
     score_model,
 )
 from leakmel.detector.train.folds import CURVES, FoldTrainer, smaller_part
+from leakmel.recordings.demo import write_wav
 
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning"),  # of splits of a few sensors
@@ -92,6 +92,7 @@ def test_groupings_that_are_left_out_have_a_reason(found: Generalisation) -> Non
     assert "no column town" in text
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_cross_validation(noises: Path, found: Generalisation) -> None:
     for name in ("session", "site"):
         alone = lm.cross_validate(noises, group=name, **QUIET)
@@ -124,6 +125,7 @@ def test_figure_shows_each_tested_grouping(found: Generalisation) -> None:
     assert fig.layout.title.text.startswith("On a new sensor, expect an AUC of")
 
 
+@pytest.mark.slow
 def test_interrupted_run_is_resumed(
     noises: Path, tmp_path: Path, count_fits: Callable[..., list[str]]
 ) -> None:
@@ -212,6 +214,7 @@ def test_undecidable_answer_is_stated() -> None:
     assert none["text"].startswith("What happens on a new pipe cannot be told")
 
 
+@pytest.mark.slow
 def test_command_line_with_several_groups(
     noises: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -229,6 +232,7 @@ def test_command_line_with_several_groups(
 CURVE: dict[str, Any] = {"sizes": (0.5,), "seeds": 2, "n_folds": 2}
 
 
+@pytest.mark.slow
 def test_curve_ends_at_the_figure_of_cross_validation(noises: Path, tmp_path: Path) -> None:
     some = QUIET | CURVE | {"out": tmp_path}
     found = lm.learning_curve(noises, **some)

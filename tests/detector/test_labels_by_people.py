@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 import leakmel as lm
-from leakmel.recordings.labels import Decision, append_decision, read_labels
-from leakmel.recordings.demo import write_demo
-from leakmel.recordings.naming import Naming
 from leakmel.cli import main
 from leakmel.core.errors import DataError
+from leakmel.core.operation import Run, make
 from leakmel.dataset.consistency import label_mismatches, labelled_by_people
 from leakmel.dataset.reader import open_dataset
 from leakmel.detector.data.segments import Segments, make_task
 from leakmel.detector.data.splits import group_split
-from leakmel.core.operation import Run, make
-from leakmel.operations.detector import Train
-from leakmel.extras.retrain import UNLABELLED, read_human_labels
-from leakmel.detector.train.state import open_training
 from leakmel.detector.model.settings import TrainSettings
+from leakmel.detector.train.state import open_training
+from leakmel.extras.retrain import UNLABELLED, read_human_labels
+from leakmel.operations.detector import Train
+from leakmel.recordings.demo import write_demo
+from leakmel.recordings.labels import Decision, append_decision, read_labels
+from leakmel.recordings.naming import Naming
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 
@@ -150,6 +150,7 @@ def test_existing_data_sets(network, table):
         assert mine.mels.shape
 
 
+@pytest.mark.slow
 def test_train_and_cross_validate(network, table, tmp_path):
     file, _ = table
     fast = TrainSettings(detector="spectral")
@@ -205,6 +206,7 @@ def test_evaluation_and_split_use_the_labels(splits, tmp_path):
     assert counts[0] - counts[1] == 3
 
 
+@pytest.mark.slow
 def test_command_lines_of_evaluation(splits, tmp_path, capsys):
     file, sets = tmp_path / "labels.csv", splits.parent
     n_leaks = decide_testing(splits, file)

@@ -7,14 +7,15 @@ from io import BytesIO
 from typing import Any
 
 import pytest
-from each import each
 import torch
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leakmel.core.errors import UsageError
+from leakmel.detector.data.segments import open_loader
 from leakmel.detector.model.net import (
     add_power,
     augment,
@@ -23,7 +24,6 @@ from leakmel.detector.model.net import (
     random_masks,
     smooth_curves,
 )
-from leakmel.detector.data.segments import open_loader
 from leakmel.detector.model.settings import AugmentSettings, TrainSettings, settings_from
 
 quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)

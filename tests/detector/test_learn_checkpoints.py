@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from each import each
 import torch
 from children import server
+from each import each
 
-from leakmel.recordings.wav import digest_of
 from leakmel.core.errors import DataError, OutputError, SpaceError
 from leakmel.core.files import sealed
 from leakmel.detector.model import files
@@ -27,6 +26,7 @@ from leakmel.detector.model.files import (
     plain_bytes,
     save_checkpoint,
 )
+from leakmel.recordings.wav import digest_of
 
 N = 300_000  # numbers in a state: more than one piece
 

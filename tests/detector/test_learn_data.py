@@ -1,7 +1,9 @@
 "Items of data sets in loaders: every level, process and file form, in an order that can be resumed."
 
+import functools
 import json
 import multiprocessing
+import operator
 import os
 import pickle
 import shutil
@@ -14,8 +16,8 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from each import each
 import torch
+from each import each
 from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,11 +25,9 @@ from hypothesis import strategies as st
 import leakmel as lm
 from leakmel.core.errors import DataError, LeakmelError, UsageError, VerifyError
 from leakmel.core.progress import DelayedProgress
-from leakmel.dataset.reader import MelDataset
-from leakmel.dataset.reader import read_rows
+from leakmel.dataset.reader import MelDataset, read_rows
 from leakmel.detector.data import segments as data
 from leakmel.detector.data import segments as loaders
-from leakmel.detector.model.spectral import baseline_features
 from leakmel.detector.data.segments import (
     LEFT_OUT,
     LEVELS,
@@ -39,9 +39,10 @@ from leakmel.detector.data.segments import (
     make_task,
     open_loader,
 )
-from leakmel.detector.train.state import open_training
 from leakmel.detector.data.splits import recordings_table
 from leakmel.detector.model.settings import TrainSettings
+from leakmel.detector.model.spectral import baseline_features
+from leakmel.detector.train.state import open_training
 
 SHAPE = (4, 2, 16, 1)  # L, S, M, T
 quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -141,6 +142,7 @@ def test_file_truncated_while_open_is_an_error(tmp_path):
 # ---- the data set itself ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["training", "packed"])
 def test_several_rows_of_a_data_set(built, name):
     with lm.open_dataset(built[name]) as ds:
@@ -629,10 +631,10 @@ def test_an_epoch_has_each_item_once(s):
         order = order_of(**s)
         order.epoch = epoch
         found = run(order, len(order))
-        assert sorted(sum(found, [])) == list(range(order.n_items))
+        assert sorted(functools.reduce(operator.iadd, found, [])) == list(range(order.n_items))
         assert (order.epoch, order.batch) == (epoch + 1, 0)
         if not s["shuffle"]:
-            assert sum(found, []) == list(range(order.n_items))
+            assert functools.reduce(operator.iadd, found, []) == list(range(order.n_items))
 
 
 def test_epochs_and_seeds_differ():
@@ -769,7 +771,7 @@ def test_errors_of_readers_arrive(tmp_path):
         os.truncate(path, ds.sources[0].mels.id.get_offset() + 100)
         with pytest.raises(
             (LeakmelError, RuntimeError),
-            match="shorter than its header|changed since|cannot be read|not an HDF5",
+            match=r"shorter than its header|changed since|cannot be read|not an HDF5",
         ):
             list(broken)
         broken.close()

@@ -1,6 +1,8 @@
 "Devices by name; float32 precision; out of memory at any operation while recordings are scored."
 
+import functools
 import logging
+import operator
 import threading
 import warnings
 import weakref
@@ -10,26 +12,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import torch
 from children import Server, server
+from each import each
 from errors import raises
 from fake_device import FakeDevice, FakeOutOfMemory, Faults
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.core.errors import EngineError, MachineError, UsageError
-from leakmel.detector.model import detector as detector_module
-from leakmel.detector.predict import scoring
 from leakmel.detector.data.segments import Batch, Segments, make_task
+from leakmel.detector.evaluate.evaluation import evaluate
+from leakmel.detector.model import detector as detector_module
 from leakmel.detector.model.detector import Detector, class_scores, score_rows
 from leakmel.detector.model.files import AdaptiveBatches, pick_device
-from leakmel.mel.torch_engine import full_float32_precision
-from leakmel.detector.evaluate.evaluation import evaluate
 from leakmel.detector.model.net import LeakNet, NetSettings
-from leakmel.detector.train.step import Stepper
 from leakmel.detector.model.settings import TrainSettings
+from leakmel.detector.predict import scoring
+from leakmel.detector.train.step import Stepper
+from leakmel.mel.torch_engine import full_float32_precision
+from leakmel.recordings.demo import write_wav
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
@@ -289,7 +291,7 @@ def test_portions_are_halved_with_one_warning(caplog):
         return list(range(100)[part])
 
     portions = AdaptiveBatches(32, lambda: trimmed.append(len(tried)))
-    assert sum(portions.each(50, work), []) == list(range(50))
+    assert functools.reduce(operator.iadd, portions.each(50, work), []) == list(range(50))
     assert portions.each(0, work) == []
     portions.each(9, work)
     assert tried == [32, 18, 9, 4, 4, 1]
@@ -339,7 +341,7 @@ def test_single_row_out_of_memory_and_other_errors_are_raised():
         raise RuntimeError("an illegal address")
 
     with pytest.raises(
-        MachineError, match="too small for a single recording; found out of memory: 2 GB. Free some"
+        MachineError, match=r"too small for a single recording; found out of memory: 2 GB. Free some"
     ):
         AdaptiveBatches(8).each(3, too_much)
     with raises("out-of-memory", MachineError):
@@ -569,10 +571,11 @@ def test_buffers_fit_the_free_memory(wavs, right, monkeypatch, rows):
 
 def test_device_without_memory_for_one_row(wavs, monkeypatch):
     fake_devices(monkeypatch, largest_bytes=1000)
-    with pytest.raises(MachineError, match="a single recording; found out of memory.*device='cpu'"):
+    with pytest.raises(MachineError, match=r"a single recording; found out of memory.*device='cpu'"):
         lm.predict(wavs, made_detector(), **QUIET | {"device": "fake"})
 
 
+@pytest.mark.slow
 def test_allocation_that_fails_once_is_retried(wavs, right, monkeypatch):
     "Whichever it is; and what is no lack of memory is still a fault."
     opened = fake_devices(monkeypatch)

@@ -11,19 +11,19 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
-from each import each
 import torch
+from each import each
 from errors import raises
 from sklearn.metrics import roc_auc_score
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.detector.data.segments import Segments, make_task
 from leakmel.detector.data.splits import LeakySplitWarning, Split, SplitWarning, group_split
 from leakmel.detector.evaluate import evaluation
 from leakmel.detector.evaluate.evaluation import score_baselines
 from leakmel.detector.evaluate.plots import roc_figure
+from leakmel.detector.metrics.metrics import FIGURES, UNCHOSEN, leak_metrics, roc
 from leakmel.detector.metrics.significance import (
     MIN_GROUPS,
     Bootstrap,
@@ -41,11 +41,10 @@ from leakmel.detector.metrics.significance import (
     source_names,
     source_of_pieces,
 )
-from leakmel.detector.metrics.metrics import FIGURES, UNCHOSEN, leak_metrics, roc
-from leakmel.detector.model.spectral import baseline_features, fit_logistic, levels
 from leakmel.detector.model.detector import Detector
 from leakmel.detector.model.net import LeakNet, NetSettings
-from leakmel.detector.model.spectral import spectral_features
+from leakmel.detector.model.spectral import baseline_features, fit_logistic, levels, spectral_features
+from leakmel.recordings.demo import write_wav
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 
@@ -577,6 +576,7 @@ def parts(sets, split):
         ds.close()
 
 
+@pytest.mark.slow
 def test_baseline_features_equal_mean_mels_levels_and_band_statistics(parts):
     ds = parts["testing"]
     rows = [ds.batch([i]).x[0].double().numpy() for i in range(0, len(ds), 17)]
@@ -696,6 +696,7 @@ def test_thresholds_are_never_chosen_on_test_recordings(sets, split, monkeypatch
     assert any("Leakage was not checked" in c for c in alone.cautions)
 
 
+@pytest.mark.slow
 def test_evaluation_summary_report_table_and_files(sets, split, tmp_path):
     e = lm.evaluate(
         detector(sets), sets, split=split, progress="none", n_draws=200, votes=("long_vote", "any_long")
@@ -739,6 +740,7 @@ def test_evaluation_summary_report_table_and_files(sets, split, tmp_path):
         assert [p.read_text() for p in here.iterdir()] == [text]
 
 
+@pytest.mark.slow
 def test_test_set_of_one_label_is_matched_by_name(sets, tmp_path):
     "A test set that was built alone has numbers of its own for its labels: they are told by name."
     for split, label, name in (("TESTING", "LEAK", "leak"), ("TESTING", "NOLEAK", "NOLEAK")):
@@ -803,6 +805,7 @@ def test_figure_title_names_the_baselines_that_were_not_beaten():
     assert "not compared" in title(None)
 
 
+@pytest.mark.slow
 def test_leaky_split_stamp_is_on_all_outputs(sets, tmp_path):
     with pytest.warns(LeakySplitWarning):
         e = lm.evaluate(detector(sets), sets[1], training=sets, progress="none", n_draws=200)
@@ -819,6 +822,7 @@ def test_leaky_split_stamp_is_on_all_outputs(sets, tmp_path):
     assert rows["stamp"].str.startswith("LEAKY SPLIT").all()
 
 
+@pytest.mark.slow
 def test_leaky_split_stamp_of_the_training_is_kept(sets, split):
     d = detector(
         sets, record={"split": {"stamp": "LEAKY SPLIT: scores say more than they should. 3 sensors"}}
@@ -844,6 +848,7 @@ def clips(folder: Path, names: dict[str, int]) -> Path:
     ).path
 
 
+@pytest.mark.slow
 def test_one_recording_per_class_gives_no_verdict(tmp_path):
     "Pieces of one recording of each class, as people who start out have them."
     made = {
@@ -907,6 +912,7 @@ def test_pieces_of_five_real_recordings_give_no_verdict(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_files_of_the_earlier_system(tmp_path):
     "Neither names nor levels: each recording stands alone, mean mels stand for the level."
     rng = np.random.default_rng(0)
@@ -932,10 +938,10 @@ def test_files_of_the_earlier_system(tmp_path):
 @each(
     ("options", "code"),
     [
-        (dict(votes="median"), "unknown-choice"),
-        (dict(votes=("median",)), "unknown-choice"),
-        (dict(metric="loss"), "unknown-choice"),
-        (dict(part="training", training="x"), "given-twice"),
+        ({"votes": "median"}, "unknown-choice"),
+        ({"votes": ("median",)}, "unknown-choice"),
+        ({"metric": "loss"}, "unknown-choice"),
+        ({"part": "training", "training": "x"}, "given-twice"),
     ],
 )
 def test_options_that_do_not_exist_are_refused(sets, options, code):
@@ -946,8 +952,8 @@ def test_options_that_do_not_exist_are_refused(sets, options, code):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (dict(files_per_batch=0), UsageError, "files_per_batch must be at least 1"),
-        (dict(device="tpu9x"), UsageError, "no such device"),
+        ({"files_per_batch": 0}, UsageError, "files_per_batch must be at least 1"),
+        ({"device": "tpu9x"}, UsageError, "no such device"),
     ],
 )
 def test_evaluate_refuses_invalid_arguments(sets, options, error, message):

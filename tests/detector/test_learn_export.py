@@ -9,21 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import torch
+from each import each
 from errors import raises
 
 import leakmel as lm
 from leakmel.core.errors import OutputError, UsageError
-from leakmel.recordings.demo import write_wav
-from leakmel.detector.model import files
-from leakmel.detector.model.files import plain_bytes
-from leakmel.detector.model.detector import Detector, load_detector, image_shape
-from leakmel.extras.onnx import MelFeatures, SamplesToProbability
-from leakmel.detector.model.net import LeakNet, NetSettings
 from leakmel.detector.data.segments import make_task
+from leakmel.detector.model import files
+from leakmel.detector.model.detector import Detector, image_shape, load_detector
+from leakmel.detector.model.files import plain_bytes
+from leakmel.detector.model.net import LeakNet, NetSettings
+from leakmel.extras.onnx import MelFeatures, SamplesToProbability
 from leakmel.mel.spec import compare, reference_features, reference_log_mel
-
+from leakmel.recordings.demo import write_wav
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import torch
+from each import each
 from errors import raises
 
 import leakmel as lm

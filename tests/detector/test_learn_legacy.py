@@ -12,8 +12,8 @@ from tiny_training import tiny_words
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import UsageError, VerifyError
-from leakmel.detector.model.detector import load_detector
 from leakmel.core.operation import Run, make
+from leakmel.detector.model.detector import load_detector
 from leakmel.operations.detector import Train
 
 
@@ -29,6 +29,7 @@ def earlier(small_sets: Path, tmp_path: Path) -> Path:
     return tmp_path / "sets"
 
 
+@pytest.mark.slow
 def test_train_on_files_of_the_earlier_system(earlier, small_sets, tmp_path, capsys):
     words = ["train", str(earlier), "--out", str(tmp_path / "run"), *tiny_words(1), "--json"]
     assert main(words) == 1
@@ -43,6 +44,7 @@ def test_train_on_files_of_the_earlier_system(earlier, small_sets, tmp_path, cap
         lm.predict(small_sets.parent / "demo", detector, out=tmp_path / "s.csv", progress="none")
 
 
+@pytest.mark.slow
 def test_cross_validation_of_files_of_the_earlier_system(earlier, few_trees, one_thread):
     found = lm.cross_validate(
         sorted(earlier.glob("*.H5")),

@@ -17,17 +17,21 @@ from errors import raises
 from made_detectors import made_detector, noise, put
 
 import leakmel as lm
-from leakmel.recordings.labels import read_labels
 from leakmel.cli import main
-from leakmel.detector.data.splits import group_values
-from leakmel.detector.data.splits import find_shared
 from leakmel.detector.data.segments import Segments, find_label, make_task
-from leakmel.detector.data.splits import LeakySplitWarning, existing_split, group_split
+from leakmel.detector.data.splits import (
+    LeakySplitWarning,
+    existing_split,
+    find_shared,
+    group_split,
+    group_values,
+)
 from leakmel.detector.metrics.significance import recording_groups
 from leakmel.extras.nightly import run
 from leakmel.extras.nightly.history import HISTORY_FILE
 from leakmel.extras.nightly.nights import read_visits
 from leakmel.extras.nightly.run import nightly
+from leakmel.recordings.labels import read_labels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
@@ -83,6 +87,7 @@ def test_evaluation_stops_at_twins_in_the_data_and_in_the_model(clean, twins):
             Segments(data, task=task, preload_to_ram=False)
 
 
+@pytest.mark.slow
 def test_a_leak_label_that_looks_the_same_is_the_leak_label(tmp_path, clean):
     other = make_set(tmp_path, "LEAK\u200b", "NOLEAK ")
     task = make_task(["LEAK", "NOLEAK"])
@@ -115,6 +120,7 @@ def test_groups_that_look_the_same_are_one():
     assert (groups.by, len(groups)) == ("sensor", 2)
 
 
+@pytest.mark.slow
 def test_leakage_is_not_hidden_and_groups_stay_together(tmp_path):
     sensors = ("S1", "S1\u200b", NFD, "Süd", "S3", "S4")
     path = make_set(tmp_path / "one", "LEAK", "NOLEAK", sensors=sensors)

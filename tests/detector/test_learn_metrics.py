@@ -46,6 +46,7 @@ def theirs(y: np.ndarray, score: np.ndarray, threshold: float) -> dict[str, floa
         }
 
 
+@pytest.mark.slow
 @quick
 @given(pairs, st.sampled_from([0.0, 0.3, 0.5, 2.0]))
 def test_figures_are_those_of_scikit_learn(found, threshold):

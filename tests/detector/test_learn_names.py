@@ -9,9 +9,8 @@ import pytest
 from made_detectors import SPEC, made_detector, noise, put
 
 import leakmel as lm
-from leakmel.pages.dashboard import build_card, data_table, rejected_card
+from leakmel.pages.dashboard import build_card, data_table, read_run, rejected_card, runs_table
 from leakmel.pages.explore import recordings_of_scan
-from leakmel.pages.dashboard import read_run, runs_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUIET: dict[str, Any] = {"progress": "none", "device": "cpu"}

@@ -16,31 +16,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import torch
+from each import each
 from errors import raises
 from made_detectors import RATE, made_detector, noise, put, write_mixed
 
 import leakmel as lm
-from leakmel.recordings.manifest import scan
-from leakmel.recordings.demo import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, EngineError, LeakmelError, OutputError, RecordingError, UsageError
 from leakmel.core.progress import Progress
 from leakmel.detector.data.segments import (
     Segments,
-    cut_into_rows,
-    covered_samples,
-    segment_count,
     conform_recording,
+    covered_samples,
+    cut_into_rows,
+    segment_count,
 )
 from leakmel.detector.metrics.metrics import VOTES, vote_scores
 from leakmel.detector.model.detector import Detector, load_detector, score_rows
 from leakmel.detector.predict import predict as prediction
-from leakmel.detector.predict.predict import rule_of
-from leakmel.detector.predict.predict import COLUMNS, Predictions, rejected_path
+from leakmel.detector.predict.predict import COLUMNS, Predictions, rejected_path, rule_of
 from leakmel.detector.predict.scoring import RowBlock
 from leakmel.mel.engines import load_class
+from leakmel.recordings.demo import write_wav
+from leakmel.recordings.manifest import scan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUIET: dict[str, Any] = {"progress": "none", "device": "cpu", "engine": "torch"}
@@ -111,6 +110,7 @@ def test_names_are_the_same_by_folder_and_by_manifest(tmp_path, detector):
 # ---- the same scores as by way of a data set
 
 
+@pytest.mark.slow
 @each("engine", ["auto", "torch", "reference"])
 def test_scores_are_those_of_a_data_set(demo, tmp_path, engine):
     built = lm.build(

@@ -6,21 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import torch
+from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.core.errors import MachineError, UsageError
-from leakmel.detector.model import detector as detector_module
+from leakmel.core.operation import Run, make
 from leakmel.detector.data.segments import make_task
+from leakmel.detector.model import detector as detector_module
 from leakmel.detector.model.detector import Detector
 from leakmel.detector.model.net import LeakNet, NetSettings
-from leakmel.core.operation import Run, make
-from leakmel.operations.detector import Predict
 from leakmel.detector.predict import predict as prediction
 from leakmel.detector.reports import MOST_RECORDINGS, suspicious_mels
+from leakmel.operations.detector import Predict
+from leakmel.recordings.demo import write_wav
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 RATE = 4096

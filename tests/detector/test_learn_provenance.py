@@ -9,24 +9,22 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from each import each
 import torch
+from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
-from leakmel.extras import retrain as rounds
-from leakmel.detector.model.files import round_folder
-from leakmel.detector.model.detector import load_champion
-from leakmel.detector.model.settings import CheckpointSettings
-from leakmel.detector.model.files import load_plain, plain_bytes
 from leakmel.detector.data.segments import Segments
-from leakmel.detector.model.detector import Detector, load_detector
-from leakmel.extras.retrain import RoundRules
-from leakmel.detector.model.card import Overlap, Provenance, find_overlap, provenance_of
 from leakmel.detector.data.splits import LeakySplitWarning, group_split
+from leakmel.detector.model.card import Overlap, Provenance, find_overlap, provenance_of
+from leakmel.detector.model.detector import Detector, load_champion, load_detector
+from leakmel.detector.model.files import load_plain, plain_bytes, round_folder
+from leakmel.detector.model.settings import CheckpointSettings
+from leakmel.extras import retrain as rounds
+from leakmel.extras.retrain import RoundRules
+from leakmel.recordings.demo import write_wav
 
 NAMES = [f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION", "TESTING")]
 TINY = lm.TrainSettings(detector="cnn", epochs=1, epoch_share=1.0, batch_size=200, channels=(4, 8))
@@ -280,6 +278,7 @@ def noise(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(-9000, 9000, 40_960).astype(np.int16)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::leakmel.detector.data.splits.SplitWarning")
 def test_silent_recordings_are_not_matched(tmp_path):
     "Silent recordings are alike: one in the training says nothing of another."
@@ -315,6 +314,7 @@ def test_silent_recordings_are_not_matched(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::leakmel.detector.data.splits.SplitWarning")
 def test_foreign_training_set_is_reported(small_sets, trained, tmp_path):
     "What lies beside the recordings that judge need not be what the detector learned from."
@@ -370,15 +370,15 @@ def build_network(folder: Path, seed: int) -> list[Path]:
 def test_rounds_store_and_check_provenance(small_sets, trained, tmp_path):
     "A challenger knows what its champion knew; a champion that knows what judges is said to, round after round."
     new, test = (build_network(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
-    given: dict[str, Any] = dict(
-        replay=small_sets / NAMES[0],
-        out=tmp_path / "rounds",
-        settings={"epochs": 1},
-        rules=RoundRules(n_draws=100),
-        device="cpu",
-        progress=False,
-        checkpoints=CheckpointSettings(fsync=False),
-    )
+    given: dict[str, Any] = {
+        "replay": small_sets / NAMES[0],
+        "out": tmp_path / "rounds",
+        "settings": {"epochs": 1},
+        "rules": RoundRules(n_draws=100),
+        "device": "cpu",
+        "progress": False,
+        "checkpoints": CheckpointSettings(fsync=False),
+    }
     done = lm.retrain(trained, new, testing=test, **given)
     assert not [s for s in done.record["stamps"] if "trained on" in s]
     before, after = (

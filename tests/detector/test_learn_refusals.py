@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from each import each
 import torch
+from each import each
 from errors import raises
 
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import MachineError, OutputError, UsageError
+from leakmel.core.operation import Run, make
 from leakmel.detector.data import segments as loaders
 from leakmel.detector.evaluate.evaluation import evaluate
 from leakmel.detector.metrics.significance import Difference, interval_from_draws
 from leakmel.detector.model.files import pick_device
 from leakmel.detector.model.settings import CheckpointSettings, TrainSettings
-from leakmel.core.operation import Run, make
-from leakmel.operations.detector import Train
-from leakmel.detector.train.state import open_training, trailing_silence
-from leakmel.detector.train.loop import TrainResult, train
 from leakmel.detector.train import state as training_state
+from leakmel.detector.train.loop import TrainResult, train
+from leakmel.detector.train.state import open_training, trailing_silence
 from leakmel.detector.train.step import Stepper
+from leakmel.operations.detector import Train
 
 TINY = TrainSettings(
     detector="cnn", epochs=2, epoch_share=1.0, batch_size=200, channels=(4, 8), early_stop_epochs=0
@@ -167,6 +167,7 @@ def test_files_of_other_programs_are_not_replaced(
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.slow
 def test_output_of_an_earlier_training_is_replaced_and_a_file_is_refused(
     network: Path, tmp_path: Path
 ) -> None:

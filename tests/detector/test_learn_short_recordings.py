@@ -1,6 +1,8 @@
 "Recordings shorter than a row: training, evaluation and prediction exclude the padding after them, and give the same scores."
 
+import functools
 import json
+import operator
 import os
 import warnings
 from dataclasses import replace
@@ -10,15 +12,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from each import each
 import torch
+from each import each
 from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
-from leakmel.recordings.wav import Recording
 from leakmel.core.errors import DataError, RecordingError, UsageError
 from leakmel.detector.data.segments import (
     LEVELS,
@@ -26,17 +26,19 @@ from leakmel.detector.data.segments import (
     Segments,
     conform_recording,
     cut_into_rows,
+    make_task,
     open_loader,
     segments_per_row,
 )
-from leakmel.detector.data.segments import make_task
-from leakmel.detector.model.spectral import baseline_features, fit_logistic, levels
 from leakmel.detector.metrics.metrics import VOTES, vote_scores
 from leakmel.detector.model import detector as detector_module
 from leakmel.detector.model.detector import Detector, score_rows
 from leakmel.detector.model.net import LeakNet, NetSettings, band_statistics
 from leakmel.detector.model.settings import TrainSettings
+from leakmel.detector.model.spectral import baseline_features, fit_logistic, levels
 from leakmel.detector.train.state import TooShortWarning, open_training, trailing_silence
+from leakmel.recordings.demo import write_wav
+from leakmel.recordings.wav import Recording
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 RATE = 4096
@@ -210,6 +212,7 @@ def test_rows_of_unknown_length_count_as_whole_rows(rows, tmp_path):
         assert (len(ds), ds.n_too_short) == (4 * len(LENGTHS), 0)
 
 
+@pytest.mark.slow
 @each(
     "column",
     [
@@ -576,7 +579,7 @@ def test_gpu_scores_are_read_one_batch_later(rows, monkeypatch):
         [f"compute {k}", f"copy {k}", f"record {k} on cuda:0", *([f"wait {k - 1}"] if k else [])]
         for k in range(n)
     ]
-    assert output == [*sum(steps, []), f"wait {n - 1}"]
+    assert output == [*functools.reduce(operator.iadd, steps, []), f"wait {n - 1}"]
 
 
 def test_batches_of_zero_files_are_refused(rows):
@@ -595,6 +598,7 @@ def test_mean_mels_exclude_padding_after_the_recording(rows):
             assert np.allclose(means[k], every[row, :n].mean((0, 1, 3)), atol=1e-9)
 
 
+@pytest.mark.slow
 @each("part", ["training", "validation", "testing"])
 def test_the_level_baseline_has_one_scale_in_all_splits(network, tmp_path, part):
     "A part without known levels is scored with the level of the mels."

@@ -17,21 +17,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError
 from leakmel.dataset.reader import MelDataset
 from leakmel.detector.data.segments import Segments, make_task
-from leakmel.detector.data.splits import MAX_EXHAUSTIVE, group_values, join_groups, divide_groups
-from leakmel.detector.data.splits import KINDS, find_shared, shared_values
 from leakmel.detector.data.splits import (
+    KINDS,
+    MAX_EXHAUSTIVE,
     LeakySplitWarning,
     Split,
     SplitWarning,
+    divide_groups,
     existing_split,
+    find_shared,
     group_split,
+    group_values,
+    join_groups,
+    shared_values,
     why_no_split,
 )
+from leakmel.recordings.demo import write_wav
 
 pytestmark = pytest.mark.quick
 
@@ -191,7 +196,7 @@ def test_earlier_systems_files(tmp_path):
         assert existing_split({"training": tmp_path / "a", "testing": tmp_path / "c"}, legacy=True).leaky
     with pytest.raises(
         UsageError,
-        match="files of the earlier system store no names|Files of the earlier system store no names",
+        match=r"files of the earlier system store no names|Files of the earlier system store no names",
     ):
         group_split(tmp_path / "a", legacy=True)
     split = group_split([tmp_path / "a", tmp_path / "b"], [1, 1, 1, 2, 2, 2], shares=HALVES, legacy=True)
@@ -270,6 +275,7 @@ def test_by_sensor(plain, monkeypatch):
     assert all(np.array_equal(a, b) for a, b in zip(split.parts.values(), again.parts.values()))
 
 
+@pytest.mark.slow
 @quick
 @given(st.data(), st.integers(0, 5), st.sampled_from([{"a": 0.5, "b": 0.5}, {"a": 0.7, "b": 0.2, "c": 0.1}]))
 def test_groups_are_never_divided(plain, draw, seed, shares):
@@ -490,7 +496,7 @@ def test_joined_groups(pairs):
     assert sorted(set(code.tolist())) == list(range(code.max() + 1))
     for i in range(len(pairs)):
         for j in range(i):
-            if groups[i] == groups[j] or content[i] and content[i] == content[j]:
+            if groups[i] == groups[j] or (content[i] and content[i] == content[j]):
                 assert code[i] == code[j]
     names = {frozenset(groups[code == k].tolist()) for k in code}
     assert sum(map(len, names)) == len(set(groups.tolist()))  # nothing is joined through another group's name

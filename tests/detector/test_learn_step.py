@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from io import BytesIO
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from each import each
 import torch
+from each import each
 from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leakmel.core.errors import MachineError
 from leakmel.detector.data.segments import Batch, make_task
+from leakmel.detector.model.files import is_out_of_memory
 from leakmel.detector.model.net import (
     LeakNet,
     NetSettings,
@@ -30,11 +31,17 @@ from leakmel.detector.model.net import (
     micro_batch_loss,
 )
 from leakmel.detector.model.settings import SPEED_ONLY, TrainSettings
-from leakmel.detector.model.files import is_out_of_memory
 from leakmel.detector.train import step
 from leakmel.detector.train.state import differences, training_identity
-from leakmel.detector.train.step import StepFigures, Stepper, half_type, learning_rate, micro_batch_slices
-from leakmel.detector.train.step import StepTimer, loader_advice
+from leakmel.detector.train.step import (
+    StepFigures,
+    Stepper,
+    StepTimer,
+    half_type,
+    learning_rate,
+    loader_advice,
+    micro_batch_slices,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFF: dict[str, Any] = {
@@ -166,6 +173,7 @@ def test_micro_batches_are_even_and_complete(n, most):
     assert len(sizes) == -(-n // most)
 
 
+@pytest.mark.slow
 @each("n", [24, 23, 7, 1])
 @each("accumulation", [2, 5, 24])
 @each(
@@ -817,7 +825,7 @@ def test_advice_follows_the_loader_wait():
 class FakeEvent:
     "An event of a device that is ten steps behind."
 
-    made: list["FakeEvent"] = []
+    made: ClassVar[list["FakeEvent"]] = []
     done = False
 
     def __init__(self, enable_timing: bool = False):

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import torch
 from children import Ended, Server, server
+from each import each
 from errors import raises
 from tiny_training import at_a_moment, files, loaded, n_moments, tiny, tiny_words
 
@@ -33,9 +33,8 @@ from leakmel.detector.model.detector import load_detector, score_rows
 from leakmel.detector.model.files import latest_checkpoint, list_checkpoints, save_checkpoint
 from leakmel.detector.model.settings import SPEED_ONLY, CheckpointSettings
 from leakmel.detector.train import loop
-from leakmel.detector.train.state import EpochFigures, is_better
-from leakmel.detector.train.state import open_training
 from leakmel.detector.train.loop import TrainResult, train
+from leakmel.detector.train.state import EpochFigures, is_better, open_training
 from leakmel.detector.train.step import Stepper
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -475,7 +474,7 @@ def test_insufficient_memory_for_items_or_evaluation_is_reported(
     with monkeypatch.context() as m:
         m.setattr(loaders, "load_items", out_of_memory)
         on_device = replace(TINY, loader="device", preload_to_ram=False)
-        with pytest.raises(MachineError, match="do not fit into memory.*loader='stream'"):
+        with pytest.raises(MachineError, match=r"do not fit into memory.*loader='stream'"):
             trained(sets, tmp_path / "a", settings=on_device)
     monkeypatch.setattr(training_state, "score_rows", out_of_memory)
     with pytest.raises(MachineError, match="too small to score the validation recordings"):

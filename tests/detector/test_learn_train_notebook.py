@@ -8,12 +8,12 @@ from pathlib import Path
 import nbformat
 import pytest
 from each import each
+from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill
 
 import leakmel as lm
-from leakmel.detector.model.detector import load_detector
 from leakmel.core.operation import parameter_defaults, parameter_kinds
+from leakmel.detector.model.detector import load_detector
 from leakmel.operations.detector import Train
-from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill
 
 TINY = (
     "-p",

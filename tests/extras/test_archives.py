@@ -9,8 +9,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from each import each
 import rarfile
+from each import each
 from errors import raises
 from made_archives import rar_of, zip_of
 

@@ -15,7 +15,6 @@ import bench_compare as suite
 import bench_figures
 import contestants
 import pytest
-from each import each
 from bench_compare import (
     Contestant,
     add_figures,
@@ -29,15 +28,16 @@ from bench_compare import (
     part_of,
     run_once,
 )
+from bench_gpu import geometry_spec
 from contestants import LIMIT, TOOLS, compiled_c, list_split
+from each import each
 from process_tree import run_command
 
-from leakmel.recordings.demo import write_demo
 from leakmel.core.errors import LeakmelError, MachineError, OutputError, UsageError
+from leakmel.extras.machine.bench import run_leakmel
 from leakmel.mel.engines import EngineUnavailable
 from leakmel.mel.spec import MelSpec
-from leakmel.extras.machine.bench import run_leakmel
-from bench_gpu import geometry_spec
+from leakmel.recordings.demo import write_demo
 
 pytestmark = pytest.mark.site
 
@@ -336,15 +336,15 @@ def test_c_needs_gcc_and_avx_512(absent, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(contestants.ctypes, "CDLL", refuse)
-        with pytest.raises(EngineUnavailable, match="limit.c cannot be compiled or loaded: .*failed to map"):
+        with pytest.raises(EngineUnavailable, match=r"limit.c cannot be compiled or loaded: .*failed to map"):
             compiled_c.__wrapped__()
     source.write_text("no C")
-    with pytest.raises(EngineUnavailable, match="does not compile limit.c: .*error"):
+    with pytest.raises(EngineUnavailable, match=r"does not compile limit.c: .*error"):
         compiled_c.__wrapped__()
 
 
 def test_every_engine_for_cpus_takes_part():
-    from leakmel.mel.engines import CPU_ENGINES, COMPARISON_ENGINES
+    from leakmel.mel.engines import COMPARISON_ENGINES, CPU_ENGINES
 
     engines = (*CPU_ENGINES, *COMPARISON_ENGINES)
     assert [n for n in all_contestants() if n.startswith("leakmel")] == [f"leakmel {e}" for e in engines]

@@ -10,17 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_gpu as suite
 import bench_gpu_design
 import psutil
 import pytest
 import torch
+from bench_gpu import MEASURED_ENGINES, bench_gpu, gpu_table
+from bench_train import card_facts
 from errors import raises
 
-from leakmel.recordings.demo import WAV_BYTES, write_demo
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, SpaceError
 from leakmel.extras.machine import bench
-import bench_gpu as suite
 from leakmel.extras.machine.bench import (
     ProcessRun,
     newest,
@@ -29,8 +30,7 @@ from leakmel.extras.machine.bench import (
     synthetic_set_of_size,
     touch_memory,
 )
-from bench_gpu import MEASURED_ENGINES, bench_gpu, gpu_table
-from bench_train import card_facts
+from leakmel.recordings.demo import WAV_BYTES, write_demo
 
 pytestmark = pytest.mark.site
 

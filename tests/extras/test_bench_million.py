@@ -1,7 +1,7 @@
 "The benchmark of a million recordings, at a small size."
 
-import pytest
 import bench_million as suite
+import pytest
 from errors import raises
 
 pytestmark = pytest.mark.site

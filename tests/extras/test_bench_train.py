@@ -10,22 +10,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_train as suite
 import numpy as np
 import pytest
 import torch
+from bench_train import ON_CPU, ON_GPU, TINY, agreement, bench_train, train_table
 from errors import raises
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.core.errors import LeakmelError
+from leakmel.detector.data.segments import make_task
 from leakmel.detector.model.detector import Detector
 from leakmel.detector.model.net import LeakNet, NetSettings
 from leakmel.detector.model.settings import TrainSettings, with_length
 from leakmel.detector.train.step import Stepper
-from leakmel.detector.data.segments import make_task
-import bench_train as suite
 from leakmel.extras.machine.bench import newest, store
-from bench_train import ON_CPU, ON_GPU, TINY, agreement, bench_train, train_table
+from leakmel.recordings.demo import write_wav
 
 pytestmark = pytest.mark.site
 

@@ -13,8 +13,8 @@ import pytest
 from lab import ERRORS, jupyter_lab, open_notebook, run_all, with_parameters
 from made_detectors import made_detector
 
-from leakmel.recordings.labels import Decision, read_decisions
 from leakmel.recordings.demo import write_demo
+from leakmel.recordings.labels import Decision, read_decisions
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.site, pytest.mark.slow]

@@ -20,9 +20,9 @@ from each import each
 from errors import raises
 
 from leakmel.cli import main
-from leakmel.mel import cpu_engine, engines
 from leakmel.extras.machine import doctor
 from leakmel.extras.machine.doctor import CHECKS, FIGURES, REPORT_KEYS, Check, Report, check_line, examine
+from leakmel.mel import cpu_engine, engines
 
 pytestmark = pytest.mark.quick
 

@@ -6,19 +6,22 @@ import os
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import soundfile
 import torch
-from typing import Any
+from each import each
 from errors import raises
 from made_detectors import RATE, SPEC, made_detector, noise, put
 
 import leakmel as lm
-from leakmel.recordings.wav import read_wav
 from leakmel.cli import main
+from leakmel.detector.data.segments import Segments, make_task
+from leakmel.detector.model.detector import BlendClassifier, BlendSettings, Detector, from_plain, to_plain
+from leakmel.detector.model.spectral import SpectralClassifier, fit_spectral, spectral_features
+from leakmel.detector.predict.scoring import find_recordings
 from leakmel.extras import similar as module
 from leakmel.extras.similar import (
     SAME_CONTENT,
@@ -28,11 +31,7 @@ from leakmel.extras.similar import (
     nearest,
     open_embedder,
 )
-from leakmel.detector.data.segments import Segments, make_task
-from leakmel.detector.model.detector import BlendClassifier, BlendSettings, from_plain, to_plain
-from leakmel.detector.model.detector import Detector
-from leakmel.detector.model.spectral import SpectralClassifier, fit_spectral, spectral_features
-from leakmel.detector.predict.scoring import find_recordings
+from leakmel.recordings.wav import read_wav
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUIET: dict[str, Any] = {"progress": "none"}
@@ -371,7 +370,7 @@ def test_commands(folder, tmp_path, capsys):
     page = ["--html", str(tmp_path / "s.html")]
     assert main(["similar", query, "--in", str(tmp_path / "e.npz"), "--n", "4", *page, *words]) == 0
     body = json.loads(capsys.readouterr().out)
-    assert [n["path"] for n in body["neighbours"]][0].startswith("LEAK/")
+    assert next(n["path"] for n in body["neighbours"]).startswith("LEAK/")
     assert len(body["neighbours"]) == 4
     assert Path(body["html"]).stat().st_size > 10_000
     assert main(["similar", query, "--in", str(folder), "--n", "4", *features, "--quiet"]) == 0

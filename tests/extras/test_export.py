@@ -13,12 +13,11 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from each import each
 from conftest import need
+from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import (
     DataError,
@@ -29,9 +28,18 @@ from leakmel.core.errors import (
     VerifyError,
 )
 from leakmel.core.export import NOT_GIVEN
+from leakmel.dataset.schema import (
+    FILE_COLUMNS,
+    Metadata,
+    Rejected,
+    create_parts,
+    metadata_digest,
+    open_file,
+    root_attributes,
+    write_metadata,
+)
 from leakmel.extras import formats
-from leakmel.dataset.schema import FILE_COLUMNS, Metadata, Rejected, create_parts, open_file, root_attributes
-from leakmel.dataset.schema import metadata_digest, write_metadata
+from leakmel.recordings.demo import write_wav
 
 RATE = 4096
 SPEC = lm.MelSpec.preset("disjoint", sample_rate=RATE, duration_s=1.0)
@@ -116,6 +124,7 @@ def assert_same_bits(found: Any, right: np.ndarray) -> None:
 # ---- each format, read by its own library
 
 
+@pytest.mark.slow
 def test_parquet_tables_keep_types_and_values(exports: Path, hostile: Path) -> None:
     need_formats()
     import pyarrow.parquet as pq
@@ -158,6 +167,7 @@ def test_parquet_tables_keep_types_and_values(exports: Path, hostile: Path) -> N
     ] == "not_wav"
 
 
+@pytest.mark.slow
 def test_huggingface_loads_without_a_network(exports: Path, hostile: Path, tmp_path: Path) -> None:
     "In a process of its own: the package starts threads and reads the environment when it is imported."
     need_formats()
@@ -225,6 +235,7 @@ def test_zarr_loads(exports: Path, hostile: Path) -> None:
 # ---- hostile contents
 
 
+@pytest.mark.slow
 @each("to", formats.FORMATS)
 def test_nothing_escapes_the_output_folder(hostile: Path, tmp_path: Path, to: str) -> None:
     need_formats()
@@ -370,6 +381,7 @@ def test_full_disk_is_reported(hostile: Path, disk: Path, to: str, capsys: pytes
 # ---- several splits, errors of usage, and what a plain build imports
 
 
+@pytest.mark.slow
 def test_folder_of_splits_is_one_export(demo: Path, tmp_path: Path) -> None:
     need_formats()
     import pyarrow.parquet as pq

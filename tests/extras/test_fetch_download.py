@@ -11,8 +11,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from each import each
 import requests
+from each import each
 from errors import raises
 from made_archives import rar_of, zip_of
 from made_sets import wav

@@ -12,21 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each import each
+from errors import raises
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from made_detectors import earlier_system
 
 import leakmel as lm
-from each import each
-from made_detectors import earlier_system
-from errors import raises
 from leakmel.core.errors import DataError, OutputError, UsageError
-from leakmel.detector.data.splits import recordings_of
-from leakmel.detector.data.segments import LEFT_OUT, Segments, make_task, open_loader
-from leakmel.detector.data.splits import LeakySplitWarning
-from leakmel.detector.metrics.significance import Groups, recording_groups
-from leakmel.detector.model.detector import Detector, class_scores, load_detector, score_rows
 from leakmel.core.files import write_whole
+from leakmel.detector.data.segments import LEFT_OUT, Segments, make_task, open_loader
+from leakmel.detector.data.splits import LeakySplitWarning, recordings_of
+from leakmel.detector.metrics.significance import Groups, recording_groups
+from leakmel.detector.model.detector import Detector, class_scores, load_champion, load_detector, score_rows
 from leakmel.detector.model.files import (
     CHAMPION_FILE,
     RECORD,
@@ -37,26 +36,31 @@ from leakmel.detector.model.files import (
     round_folder,
     write_lineage,
 )
-from leakmel.detector.model.detector import load_champion
 from leakmel.detector.model.net import LeakNet, NetSettings
 from leakmel.detector.model.settings import TrainSettings
-from leakmel.extras import retrain as rounds
-from leakmel.extras.retrain import (
-    RoundRules,
-    check_overlap,
-    compare_models,
-    decide,
-    finish_interrupted_round,
-    retrain,
-    save_champion,
-    weights_digest,
-)
-from leakmel.extras.retrain import UNLABELLED, apply_human_labels, labels_by_content
-from leakmel.extras.retrain import read_human_labels, recording_paths
-from leakmel.extras.retrain import draw_replay, select_segments, confident_segments
-from leakmel.extras.retrain import SegmentSubset, part_digest
 from leakmel.detector.train import loop
 from leakmel.detector.train.loop import CheckpointSettings
+from leakmel.extras import retrain as rounds
+from leakmel.extras.retrain import (
+    UNLABELLED,
+    RoundRules,
+    SegmentSubset,
+    apply_human_labels,
+    check_overlap,
+    compare_models,
+    confident_segments,
+    decide,
+    draw_replay,
+    finish_interrupted_round,
+    labels_by_content,
+    part_digest,
+    read_human_labels,
+    recording_paths,
+    retrain,
+    save_champion,
+    select_segments,
+    weights_digest,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TASK = make_task(["LEAK", "NOLEAK"])
@@ -425,7 +429,7 @@ def one_round(networks, tmp_path_factory) -> tuple[Any, dict[str, Any], Path]:
 
 
 def test_the_record_is_complete(one_round, networks):
-    done, given_, folder = one_round
+    done, _, folder = one_round
     here = folder / "rounds" / "round-0001"
     record = json.loads((here / RECORD).read_text())
     assert record == done.record | {"digest": record["digest"]}
@@ -486,6 +490,7 @@ def test_the_record_is_complete(one_round, networks):
     assert list(done.table().columns) == ["champion", "challenger", "difference"]
 
 
+@pytest.mark.slow
 def test_the_same_round_gives_the_same_bytes(one_round, tmp_path):
     done, given_, folder = one_round
     again = retrain(**given_ | {"out": tmp_path / "again"})
@@ -593,6 +598,7 @@ def test_human_labels_apply_to_replayed_recordings(networks, tmp_path, monkeypat
     assert later == {k: wanted[k] for k in later} != {}, "and in later rounds"
 
 
+@pytest.mark.slow
 def test_new_recordings_in_replay_data_are_trained_from_replay(networks, tmp_path, monkeypatch):
     "Their labels are known: a prediction is not taught beside them, unless a person says something."
     path, seen = networks[0]["training"], learned_by(monkeypatch)
@@ -635,6 +641,7 @@ def test_labels_of_a_rejected_round_are_forgotten(networks, tmp_path, monkeypatc
     assert again == {k: {int(labels[k])} for k in again} != {}
 
 
+@pytest.mark.slow
 def test_folder_of_a_champion_is_not_reused(networks, tmp_path, monkeypatch):
     "The record of a champion's round was cleared away; its model was not."
     given_ = round_arguments(networks, tmp_path, settings=replace(SMALL, epochs=1))
@@ -692,6 +699,7 @@ def test_missing_groups_are_reported_before_training(networks, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_challengers_are_compared_with_the_champion_by_group_bootstrap(networks, tmp_path, monkeypatch):
     given_ = round_arguments(networks, tmp_path)
     by_rule(monkeypatch, True)

@@ -12,8 +12,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 from children import Server, server
 from conftest import need
+from each import each
 from errors import raises
 from tiny_training import at_a_moment, at_every_moment, files, loaded, n_moments, tiny, tiny_words
 
@@ -34,6 +34,7 @@ from leakmel.core.locks import OutputLock
 from leakmel.detector.data.splits import LeakySplitWarning, group_split
 from leakmel.detector.model.detector import load_detector
 from leakmel.detector.model.settings import CheckpointSettings, TrainSettings
+from leakmel.detector.train.loop import train
 from leakmel.extras import search as module
 from leakmel.extras.search import (
     DEFAULT_SPACE,
@@ -47,7 +48,6 @@ from leakmel.extras.search import (
     verdict,
     write_state,
 )
-from leakmel.detector.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("one_thread", "with_optuna")
 TINY = tiny(2)
@@ -170,6 +170,7 @@ def test_the_same_search_makes_the_same_trials(sets: Path, right: SearchResult, 
     assert_same(tmp_path / "run", right)
 
 
+@pytest.mark.slow
 def test_train_with_the_settings_that_were_found_makes_the_model(
     sets: Path, right: SearchResult, tmp_path: Path
 ) -> None:
@@ -316,9 +317,12 @@ def test_importance_is_reported_with_enough_trials(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Staged(monkeypatch, lambda s, n: 0.9 - abs(s.dropout - 0.3))
-    given: dict[str, Any] = dict(
-        settings=STAGED, space={"dropout": [0.0, 0.9], "level_db": [0.0, 6.0]}, again=0, prune_after=0
-    )
+    given: dict[str, Any] = {
+        "settings": STAGED,
+        "space": {"dropout": [0.0, 0.9], "level_db": [0.0, 6.0]},
+        "again": 0,
+        "prune_after": 0,
+    }
     assert searched(sets, tmp_path / "run", **given, trials=12).importances == {}
     more = searched(sets, tmp_path / "run", **given, trials=20)
     assert more.importances["dropout"] > 2 * more.importances["level_db"]
@@ -336,7 +340,7 @@ def test_failed_trial_is_recorded_and_the_search_continues(
 
     limit = 0.5
     Staged(monkeypatch, astray)
-    given: dict[str, Any] = dict(space={"dropout": [0.0, 0.9]}, again=0, settings=STAGED)
+    given: dict[str, Any] = {"space": {"dropout": [0.0, 0.9]}, "again": 0, "settings": STAGED}
     result = searched(sets, tmp_path / "run", **given, trials=8)
     failed = [t for t in result.trials if t.state == "failed"]
     assert failed
@@ -354,7 +358,7 @@ def test_failed_trial_is_recorded_and_the_search_continues(
 def test_short_calls_still_run_trials(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "An hour each night: time for other seeds had been set aside until none was left, and no call made a trial."
     Staged(monkeypatch, lambda s, n: 0.5 + s.dropout / 10)
-    given: dict[str, Any] = dict(space={"dropout": [0.3, 0.9]}, again=2, settings=STAGED)
+    given: dict[str, Any] = {"space": {"dropout": [0.3, 0.9]}, "again": 2, "settings": STAGED}
     searched(sets, tmp_path / "run", **given, trials=1)
     noted = tmp_path / "run" / "search.json"
     values = json.loads(noted.read_bytes())

@@ -6,22 +6,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import torch
+from each import each
+from errors import raises
 
 import leakmel as lm
-from errors import raises
-from leakmel.recordings.demo import write_wav
-from leakmel.extras.retrain import weights_digest
 from leakmel.detector.data.segments import LEFT_OUT, Segments, make_task
 from leakmel.detector.model.detector import Detector, class_scores, score_rows
-from leakmel.extras.retrain import UNLABELLED, read_human_labels, recording_paths
-from leakmel.extras.retrain import draw_replay, select_segments, confident_segments
 from leakmel.detector.model.net import LeakNet, NetSettings
-from leakmel.extras.retrain import SegmentSubset
-from leakmel.detector.train.state import TooShortWarning
-from leakmel.extras.retrain import RoundRules, retrain
 from leakmel.detector.model.settings import TrainSettings
+from leakmel.detector.train.state import TooShortWarning
+from leakmel.extras.retrain import (
+    UNLABELLED,
+    RoundRules,
+    SegmentSubset,
+    confident_segments,
+    draw_replay,
+    read_human_labels,
+    recording_paths,
+    retrain,
+    select_segments,
+    weights_digest,
+)
+from leakmel.recordings.demo import write_wav
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE, TASK = 4096, make_task(["LEAK", "NOLEAK"])
@@ -106,6 +113,7 @@ def test_half_of_the_existing_segments_are_selected(share):
         assert not mask[n:].any()
 
 
+@pytest.mark.slow
 def test_longer_rows_give_the_same_selection(network):
     detector, found = made_detector(), []
     for ds in opened(network):
@@ -207,6 +215,7 @@ def test_longer_rows_give_the_same_round(network, tmp_path):
     assert "; 2 too short, left out" in repr(done[1])
 
 
+@pytest.mark.slow
 def test_selected_rows_report_the_number_of_too_short_recordings(network, tmp_path):
     "A part that is given as Segments holds the others only."
     new = Segments(network[2.0]["new"], level="recording", preload_to_ram=False)

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 from children import server
-from spreadsheets import NAMED, as_saved, saved_again
+from each import each
 from made_detectors import made_detector, noise, put
+from spreadsheets import NAMED, as_saved, saved_again
 
 import leakmel as lm
 from leakmel.cli import main
@@ -407,6 +407,7 @@ def test_visits_that_cannot_be_are_reported_and_ignored(tmp_path, model):
     assert "P0 (2026-01-02), P7 (2025-01-02)" in text
 
 
+@pytest.mark.slow
 @each("d", NAMED.values(), ids=NAMED)
 def test_tables_that_a_spreadsheet_saved(tmp_path, model, d):
     "Recordings, coordinates and visits; and sensors.csv, which a later run replaces."

@@ -13,7 +13,7 @@ import pytest
 from each import each
 
 from leakmel.core.errors import DataError, LeakmelError, SpaceError
-from leakmel.extras.nightly.history import HISTORY_FILE, HistoryEntry, History
+from leakmel.extras.nightly.history import HISTORY_FILE, History, HistoryEntry
 from leakmel.extras.nightly.nights import Budget, Evidence, read_visits, record_run, sensor_table
 
 

@@ -15,20 +15,19 @@ from made_detectors import made_detector, noise
 from test_nightly import QUIET, name, put_at, write_nights
 
 import leakmel as lm
-from leakmel.recordings.wav import read_wav
 from leakmel.core.errors import DataError
 from leakmel.extras.nightly import run as module
+from leakmel.extras.nightly.history import History
 from leakmel.extras.nightly.nights import (
     MIN_RECORDINGS,
     quantities,
     ranges_of,
+    recording_levels,
     reference_of_data_set,
     stored_reference,
 )
-from leakmel.extras.nightly.history import History
-from leakmel.extras.nightly.nights import recording_levels
-from leakmel.extras.nightly.run import MAX_CLIP_BYTES, place_of
-from leakmel.extras.nightly.run import VISITS_HTML, nightly
+from leakmel.extras.nightly.run import MAX_CLIP_BYTES, VISITS_HTML, nightly, place_of
+from leakmel.recordings.wav import read_wav
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALLOWED = {

@@ -11,9 +11,15 @@ import pytest
 from made_detectors import made_detector
 
 from leakmel.extras.nightly import run as module
-from leakmel.extras.nightly.nights import drift_of, keep_reference, reference_of_history
 from leakmel.extras.nightly.history import History, HistoryEntry
-from leakmel.extras.nightly.nights import Budget, record_run, sensor_table
+from leakmel.extras.nightly.nights import (
+    Budget,
+    drift_of,
+    keep_reference,
+    record_run,
+    reference_of_history,
+    sensor_table,
+)
 
 N_SENSORS = 20
 STEPS_AT_ONCE = 100

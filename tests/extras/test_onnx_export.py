@@ -13,23 +13,20 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from each import each
 import soundfile
 import torch
 import xxhash
+from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.recordings.wav import digest_of
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, UsageError
 from leakmel.detector.data.segments import make_task
 from leakmel.detector.metrics.metrics import HeldOutScores, fit_calibration, leak_metrics
-from leakmel.detector.model.detector import BlendClassifier, BlendSettings, Classifier
-from leakmel.detector.model.detector import Detector
-from leakmel.detector.model.net import LeakNet, NetSettings
-from leakmel.extras.onnx import SamplesToProbability, onnx_model, tree_attributes
 from leakmel.detector.model.card import Provenance, _short_digests
+from leakmel.detector.model.detector import BlendClassifier, BlendSettings, Classifier, Detector
+from leakmel.detector.model.net import LeakNet, NetSettings
 from leakmel.detector.model.spectral import (
     SpectralClassifier,
     SpectralFeatures,
@@ -41,10 +38,14 @@ from leakmel.extras.onnx import (
     TOLERANCE,
     TOLERANCE_SEGMENT,
     CheckRecordings,
+    SamplesToProbability,
     check_recordings,
     compare_model,
     divide_recordings,
+    onnx_model,
+    tree_attributes,
 )
+from leakmel.recordings.wav import digest_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_trees")
 SPEC = lm.MelSpec.preset("disjoint", duration_s=2)
@@ -215,6 +216,7 @@ def test_a_model_that_differs_leaves_no_file(detectors, checked, models, tmp_pat
     assert (tmp_path / "model.onnx").read_bytes() == right.SerializeToString()
 
 
+@pytest.mark.slow
 def test_segments_that_differ_are_refused_though_their_mean_does_not(detectors, checked, models):
     model = models(detectors["cnn"])
     apart = np.zeros_like(checked.segment_scores)
@@ -237,6 +239,7 @@ def trained_on(paths: list[Path], *, is_complete: bool = True) -> Provenance:
     return Provenance(np.unique(_short_digests(digests)), is_complete)
 
 
+@pytest.mark.slow
 def test_the_loss_of_int8_is_measured_outside_the_training(detectors, recordings, tmp_path):
     paths = sorted(recordings.rglob("*.wav"))
     detector = replace(detectors["cnn"], provenance=trained_on(paths[::2]))

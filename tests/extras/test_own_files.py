@@ -21,21 +21,28 @@ from made_detectors import SPEC, made_detector, noise, put
 from test_nightly import write_nights
 
 import leakmel as lm
-from leakmel.recordings.manifest import Manifest
-from leakmel.recordings.native import CODE
 from leakmel.core import machine_code
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.core.files import open_private, read_own_json, sealed, sealed_json, unsealed
 from leakmel.dataset.config import PipelineConfig, this_machine, tuned_path, with_tuned, write_tuned
 from leakmel.dataset.existing import read_state, state_path
 from leakmel.dataset.modes import list_cache
-from leakmel.pages.dashboard import read_run
-from leakmel.detector.model.files import Lineage, latest_checkpoint, save_checkpoint, write_lineage
-from leakmel.detector.model.files import model_file
+from leakmel.detector.model.files import (
+    Lineage,
+    latest_checkpoint,
+    model_file,
+    save_checkpoint,
+    write_lineage,
+)
+from leakmel.detector.train.folds import FoldTrainer
 from leakmel.extras.nightly.history import HISTORY_FILE
 from leakmel.extras.nightly.run import nightly
-from leakmel.extras.search import Trial, read_state as read_search, write_state as write_search
-from leakmel.detector.train.folds import FoldTrainer
+from leakmel.extras.search import Trial
+from leakmel.extras.search import read_state as read_search
+from leakmel.extras.search import write_state as write_search
+from leakmel.pages.dashboard import read_run
+from leakmel.recordings.manifest import Manifest
+from leakmel.recordings.native import CODE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}

@@ -8,20 +8,19 @@ from typing import Any
 import nbformat
 import numpy as np
 import pytest
+from build_runs import execute, plan_run
 from each import each
-from nbclient import NotebookClient
 from made_detectors import made_detector, noise, put
+from nbclient import NotebookClient
 
 import leakmel as lm
+from leakmel.cli import main
+from leakmel.core.errors import LeakmelError, SpaceError, UsageError
+from leakmel.extras.review.review import ReviewSession, review_recordings
+from leakmel.pages.page_figures import MAX_PLAYED_S, playback, spectrogram_svg
 from leakmel.recordings import labels as label_table
 from leakmel.recordings.labels import read_decisions, read_labels
 from leakmel.recordings.wav import Recording
-from leakmel.cli import main
-from leakmel.core.errors import LeakmelError, SpaceError, UsageError
-from build_runs import execute, plan_run
-from leakmel.pages.page_figures import MAX_PLAYED_S, playback, spectrogram_svg
-from leakmel.extras.review.review import review_recordings
-from leakmel.extras.review.review import ReviewSession
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
 

@@ -12,12 +12,17 @@ from each import each
 from made_detectors import made_detector, noise, put
 
 import leakmel as lm
-from leakmel.recordings.labels import Decision, current_labels
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.detector.model.settings import TrainSettings
-from leakmel.extras.review.review import QUEUES, make_queue
-from leakmel.extras.review.review import ReviewRecordings, read_score_table, review_recordings
+from leakmel.extras.review.review import (
+    QUEUES,
+    ReviewRecordings,
+    make_queue,
+    read_score_table,
+    review_recordings,
+)
+from leakmel.recordings.labels import Decision, current_labels
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
 WHEN = "2026-01-31T08:15:00Z"

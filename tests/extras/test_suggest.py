@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from each import each
-from spreadsheets import NAMED, saved_again
 from made_detectors import made_detector, noise, put
+from spreadsheets import NAMED, saved_again
 
 import leakmel as lm
-from leakmel.recordings.labels import Decision, append_decision
-from leakmel.recordings.tables import read_table
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
-from leakmel.detector.model.detector import required_spec
 from leakmel.detector.model.card import Provenance, _short_digests
+from leakmel.detector.model.detector import required_spec
 from leakmel.extras.review.review import read_score_table, review_recordings
 from leakmel.extras.review.suggest import (
     KINDS,
@@ -29,6 +27,8 @@ from leakmel.extras.review.suggest import (
     choose_recordings,
     sample_mix,
 )
+from leakmel.recordings.labels import Decision, append_decision
+from leakmel.recordings.tables import read_table
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": "none"}
 

@@ -16,14 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from build_runs import execute, plan_run
 from each import each
 from errors import raises
 
 import leakmel as lm
-from leakmel.recordings.manifest import scan
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, write_error
-from leakmel.dataset.reader import write_spec
+from leakmel.core.operation import parameter_kinds
 from leakmel.dataset.config import (
     LIMITS,
     SCHEMA,
@@ -35,9 +35,7 @@ from leakmel.dataset.config import (
     with_tuned,
     write_tuned,
 )
-from build_runs import execute, plan_run
-from leakmel.core.operation import parameter_kinds
-from leakmel.operations.data import Build, BuildPlan
+from leakmel.dataset.reader import write_spec
 from leakmel.extras.machine import bench as tune_module
 from leakmel.extras.machine.bench import (
     DEFAULT,
@@ -53,6 +51,8 @@ from leakmel.extras.machine.bench import (
     take_sample,
     tune,
 )
+from leakmel.operations.data import Build, BuildPlan
+from leakmel.recordings.manifest import scan
 
 ROOT = Path(__file__).resolve().parents[2]
 N_FILES = 1000
@@ -370,6 +370,7 @@ def test_measurements_are_shown_if_they_cannot_be_stored(
     assert sorted(p.name for p in tmp_path.iterdir() if p != own_config.parent) == ["data"], "nothing is left"
 
 
+@pytest.mark.slow
 def test_trials_use_the_settings_of_the_build(data, tmp_path, monkeypatch, capsys):
     "A spec file, a setting beside it and waveforms: the trials make the rows that the same words make of a build."
     write_spec(tmp_path / "spec.json", {"preset": "overlap", "n_mels": 24, "n_fft": 256})
@@ -434,6 +435,7 @@ def test_sample_has_readable_recordings_only(data):
         take_sample(scan(data), 5)
 
 
+@pytest.mark.slow
 def test_cold_cache_is_checked(data, monkeypatch):
     "Where evicting does nothing, a trial that was to be cold does not count, and says so."
     trials = BuildTrials(take_sample(scan(data), 40), data.parent)
@@ -446,6 +448,7 @@ def test_cold_cache_is_checked(data, monkeypatch):
     assert any(note.startswith("cold: not measured") for note in figures["notes"])
 
 
+@pytest.mark.slow
 def test_setting_that_changes_bytes_is_not_stored(data, tmp_path, monkeypatch):
     "A setting that changed a row would never be kept."
     right = BuildTrials.build
@@ -462,6 +465,7 @@ def test_setting_that_changes_bytes_is_not_stored(data, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["data"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_nothing(data, tmp_path):
     (tmp_path / "work").mkdir()
     process = subprocess.Popen(
@@ -494,7 +498,7 @@ def test_invalid_time_is_refused(data, budget_s):
 
 def test_settings_survive_a_round_trip(data, own_config):
     assert find_tuned(data) is None
-    path = write_tuned(data, body(settings=dict(files_per_batch=7, read_ahead=0)))
+    path = write_tuned(data, body(settings={"files_per_batch": 7, "read_ahead": 0}))
     assert path.parent == own_config
     tuned = find_tuned(data)
     assert tuned is not None

@@ -20,11 +20,11 @@ from conftest import need
 SHORT = 0  # instead of an error number: half of the bytes are read or written
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # The errors of each kind of call that a failing or full disk can give; "create" is an open that creates, "release" closes a file that was read.
-ERRORS: dict[str, tuple[int, ...]] = {
-    kind: (errno.EIO, *FULL, errno.EINTR)
-    for kind in ("create", "write", "fsync", "ftruncate", "fallocate", "close", "rename", "link", "unlink")
-}
-ERRORS |= {kind: (errno.EIO, errno.EINTR) for kind in ("open", "read", "release")}
+ERRORS: dict[str, tuple[int, ...]] = dict.fromkeys(
+    ("create", "write", "fsync", "ftruncate", "fallocate", "close", "rename", "link", "unlink"),
+    (errno.EIO, *FULL, errno.EINTR),
+)
+ERRORS |= dict.fromkeys(("open", "read", "release"), (errno.EIO, errno.EINTR))
 ERRORS["read"] += (SHORT,)
 ERRORS["write"] += (SHORT,)
 # Calls that Python repeats after EINTR; the others are reported, as a network folder may interrupt them.

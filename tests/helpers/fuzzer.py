@@ -15,6 +15,7 @@ import sys
 import numpy as np
 import soundfile
 
+from leakmel.core.errors import REJECT_CODES, RecordingError
 from leakmel.recordings import wav
 from leakmel.recordings.wav import (
     MAX_CHANNELS,
@@ -24,7 +25,6 @@ from leakmel.recordings.wav import (
     parse_header,
     read_payload,
 )
-from leakmel.core.errors import REJECT_CODES, RecordingError
 
 MOST_BYTES = 16 << 20  # that reading a small file may allocate
 MOST_READS = 2 * MAX_CHUNKS + 100  # in one header

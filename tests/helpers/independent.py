@@ -16,7 +16,6 @@ import scipy.fft
 import scipy.io.wavfile
 import scipy.signal
 
-
 SYSTEM_FOLDERS = (  # written by hand: what a list of the project lacks is missed
     b"lost+found",
     b"$recycle.bin",

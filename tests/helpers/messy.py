@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
-
 from odd_wavs import EXTRAS, ONES, REFUSED, chunk, fmt, riff, sub_format
 
 RATE = 4096  # Hz, of most recordings and of the data sets

@@ -70,7 +70,7 @@ class ObjectServer:
         from urllib.parse import unquote
 
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
-        bucket, _, key = unquote(path.encode("latin-1").decode()).lstrip("/").partition("/")
+        _bucket, _, key = unquote(path.encode("latin-1").decode()).lstrip("/").partition("/")
         from_boto = "Boto3" in environ.get("HTTP_USER_AGENT", "")
         if from_boto:
             return self._app(environ, start)

@@ -51,11 +51,8 @@ class Counted:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         "The report of a step; of each test one counts: its call, a set-up that did not come to it, or a clean-up that failed."
-        if (
-            report.when == "setup"
-            and report.passed
-            or report.when == "teardown"
-            and (not report.failed or report.nodeid in self.bad)
+        if (report.when == "setup" and report.passed) or (
+            report.when == "teardown" and (not report.failed or report.nodeid in self.bad)
         ):
             return
         if report.failed:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from leakmel.detector.model.settings import TrainSettings
 
-
 FEW_TREES = 20  # of each forest; a tenth of the usual ones
 
 

@@ -18,21 +18,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import torch
 from conftest import need
+from each import each
 from errors import raises
 from fake_device import FakeDevice, FakeOutOfMemory, FakeStream, Faults, taken
 
-from leakmel.recordings.conform import moments_of
 from leakmel.core.errors import EngineError, UsageError
 from leakmel.core.timeline import Timeline
-from leakmel.mel import device as module, device_engine, engines
+from leakmel.mel import device as module
+from leakmel.mel import device_engine, engines
 from leakmel.mel.device import Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine, DeviceRunner
 from leakmel.mel.engines import DeviceOptions, EngineLane, Ticket, check_recording, open_engine, self_check
 from leakmel.mel.spec import MelSpec, compare, reference_features, reference_log_mel
 from leakmel.mel.torch_engine import TorchEngine
+from leakmel.recordings.conform import moments_of
 
 
 @pytest.fixture(autouse=True)
@@ -510,6 +511,7 @@ def test_wrong_graph_is_detected(
 # ---- memory that runs out --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int16, np.float32])
 def test_out_of_memory_at_any_allocation(dtype: Any, caplog: pytest.LogCaptureFixture) -> None:
     (counted,) = engine_of_devices(1, 0, 0.0)
@@ -818,6 +820,7 @@ def check_batches(
     assert np.array_equal(out.view(np.int16), alone.view(np.int16))
 
 
+@pytest.mark.slow
 @on_each
 @pytest.mark.parametrize(
     "changes",

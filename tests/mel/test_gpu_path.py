@@ -179,11 +179,12 @@ def test_readers_have_slots_while_others_are_on_the_gpu(
 # ---- nobody waits
 
 
+@pytest.mark.slow
 def test_slots_are_in_pinned_memory(
     demo: Path, tmp_path: Path, devices: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
     "Allocated once, used again by every split, and said."
-    (device,) = devices(Faults())
+    (_device,) = devices(Faults())
     most = [0]
     real = FakeDevice.pinned
 
@@ -209,6 +210,7 @@ def test_slots_are_in_pinned_memory(
     assert [r.summary["pinned"] for r in results] == ["allocated", "reused", "reused"]
 
 
+@pytest.mark.slow
 def test_the_next_split_is_read_before_the_last_one_is_written(
     demo: Path, tmp_path: Path, devices: Callable
 ) -> None:
@@ -373,6 +375,7 @@ def test_out_of_device_memory_is_reported(demo: Path, tmp_path: Path, devices: C
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [np.int16, np.float32])
 def test_out_of_host_memory_is_reported(
     mixed: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch, kind: type
@@ -387,7 +390,7 @@ def test_out_of_host_memory_is_reported(
         return real(self, shape, dtype)
 
     monkeypatch.setattr(DeviceEngine, "host_array", host_array)
-    with pytest.raises(MachineError, match="out of memory.*[Ll]ower files_per_batch, slots"):
+    with pytest.raises(MachineError, match=r"out of memory.*[Ll]ower files_per_batch, slots"):
         build(mixed, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

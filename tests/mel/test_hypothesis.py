@@ -1,16 +1,21 @@
 "Any bytes: the reader of WAV files gives a recording or a refusal, and never allocates what a stranger asks for."
 
-import contextlib, os, struct, tracemalloc
+import contextlib
+import os
+import struct
+import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import fuzzer
 import numpy as np
 import pytest
 import soundfile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from leakmel.core.errors import REJECT_CODES, RecordingError
 from leakmel.recordings.wav import (
     MAX_CHANNELS,
     STREAMED,
@@ -20,8 +25,6 @@ from leakmel.recordings.wav import (
     parse_header,
     read_wav,
 )
-from leakmel.core.errors import REJECT_CODES, RecordingError
-import fuzzer
 
 MAX_BYTES = 16 << 20  # what reading a small file may take
 

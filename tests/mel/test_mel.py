@@ -1,6 +1,9 @@
 "Log-mel features: every engine against the float64 reference, the reference against other libraries, and a tolerance that can fail."
 
-import json, logging, sys, threading
+import json
+import logging
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from functools import cache
@@ -16,14 +19,14 @@ from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leakmel.recordings.conform import even_step, moments_of
 from leakmel.core.errors import EngineError, SpecError, UsageError
-from leakmel.mel import engines, spec as spec_module
+from leakmel.mel import engines
+from leakmel.mel import spec as spec_module
 from leakmel.mel.engines import (
+    COMPARISON_ENGINES,
     CPU_ENGINES,
     DEVICE_ENGINES,
     ENGINES,
-    COMPARISON_ENGINES,
     Engine,
     EngineUnavailable,
     UnsupportedSpec,
@@ -45,6 +48,7 @@ from leakmel.mel.spec import (
     reference_log_mel,
     spec_from_dict,
 )
+from leakmel.recordings.conform import even_step, moments_of
 
 # Every engine that knows a CPU there, and on a GPU those that know one. (Triton's kernels are interpreted in tests of their own.)
 ON_CPU = [pytest.param(name, "cpu", id=f"{name}-cpu") for name in (*CPU_ENGINES, *COMPARISON_ENGINES)]
@@ -680,6 +684,7 @@ def test_filterbank_of_torchaudio(
     assert np.abs(ours - theirs).max() < 2e-4 * ours.max()  # theirs is float32 all the way
 
 
+@pytest.mark.slow
 @scales
 @each("power", [1.0, 2.0])
 def test_segments_by_librosa(power: float, scale: Any, norm: Any) -> None:

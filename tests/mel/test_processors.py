@@ -9,18 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-import leakmel as lm
 from errors import raises
 from fake_device import FakeDevice
-from leakmel.recordings.demo import write_wav
+from independent import leftovers
+
+import leakmel as lm
 from leakmel.core.errors import EngineError
 from leakmel.dataset.pipeline import engine_probe
 from leakmel.mel.cpu_engine import CpuEngine
 from leakmel.mel.engines import open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.mel.torch_engine import TorchEngine
-from independent import leftovers
+from leakmel.recordings.demo import write_wav
 
 WITH_FMA = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}
 WITHOUT_FMA = {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": ""}
@@ -158,6 +158,7 @@ print(json.dumps({"lanes": LANES, "ok": ok, "rows": rows}))
 """
 
 
+@pytest.mark.slow
 def test_rows_of_processors_without_avx512_and_without_fma(run) -> None:
     "Lanes change no bit; only where a product and a sum are rounded once or twice do processors differ, and all are right."
     here, avx2, sse = (json.loads(run(processor, ROWS).stdout) for processor in ({}, WITH_FMA, WITHOUT_FMA))
@@ -240,6 +241,7 @@ def test_rows_of_another_processor_are_computed_again(
     assert leftovers(target.parent, "x.h5", "x.h5.report.json", "x.h5.timeline.json") == []
 
 
+@pytest.mark.slow
 def test_processors_with_the_same_bits_update_each_others_data_sets(
     run, noises: Path, tmp_path: Path
 ) -> None:

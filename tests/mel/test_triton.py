@@ -21,16 +21,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import torch
 from conftest import need
+from each import each
 from errors import raises
 from test_mel import FRINGE, GEOMETRIES, signals, to_int16
 
-from leakmel.recordings.conform import moments_of
 from leakmel.core.errors import EngineError
 from leakmel.mel.engines import check_recording
 from leakmel.mel.spec import PRESETS, MelSpec, compare, hann_periodic, reference_features
+from leakmel.recordings.conform import moments_of
 
 Compute = Callable[..., np.ndarray]
 

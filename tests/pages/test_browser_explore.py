@@ -11,8 +11,8 @@ import pytest
 from lab import ERRORS, FIGURES, jupyter_lab, open_notebook, run_all
 from notebook_runs import PLOTLY
 
-from leakmel.recordings.demo import write_demo
 from leakmel.dataset.reader import read_spec
+from leakmel.recordings.demo import write_demo
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.site, pytest.mark.slow]

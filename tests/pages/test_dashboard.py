@@ -9,36 +9,34 @@ import h5py
 import numpy as np
 import pytest
 from each import each
+from errors import raises
 from notebook_runs import PLOTLY, Run, copy_project, error_of, papermill, run_here, titles_of
 
 import leakmel as lm
-from errors import raises
-from leakmel.recordings.demo import write_demo
+from leakmel.core import timeline as diagnose
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset.config import PipelineConfig
-from leakmel.core import timeline as diagnose
 from leakmel.pages.dashboard import (
     NO_TIMELINE,
+    RunRecord,
     advice,
     build_card,
     data_table,
+    differing_settings,
+    find_runs,
+    joined_timelines,
     mel_pictures,
+    modified_data_sets,
+    read_run,
+    read_runs,
     run_card,
+    runs_table,
     spectra_figure,
     stage_reports,
 )
 from leakmel.pages.plots import batch_timeline, exclusive_bar, utilization
-from leakmel.pages.dashboard import (
-    runs_table,
-    differing_settings,
-    RunRecord,
-    modified_data_sets,
-    find_runs,
-    joined_timelines,
-    read_run,
-    read_runs,
-)
+from leakmel.recordings.demo import write_demo
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = {"sample_rate": 4096, "duration_s": 10}

@@ -10,22 +10,22 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
-from each import each
 import soundfile
+from each import each
 
 import leakmel as lm
-from leakmel.recordings import conform
-from leakmel.core.timeline import META, STAGES, Gauge, Span, Timeline, read_timeline, write_timeline
 from leakmel.core.errors import UsageError
-from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.loader import BatchReader
-from leakmel.dataset.writer import RowFile
 from leakmel.core.timeline import (
     BOTTLENECK_SHARE,
     MAX_SUGGESTIONS,
+    META,
     MIN_ANALYSED_S,
+    STAGES,
     Analysis,
     Evidence,
+    Gauge,
+    Span,
+    Timeline,
     amdahl_bounds,
     analyse,
     analyse_run,
@@ -34,10 +34,16 @@ from leakmel.core.timeline import (
     interval_s,
     is_short_run,
     main_and_checks,
+    read_timeline,
     stage_table,
+    write_timeline,
 )
+from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.loader import BatchReader
+from leakmel.dataset.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.torch_engine import TorchChain
+from leakmel.recordings import conform
 
 GPU: dict[str, Any] = {
     "device": "cuda:0",
@@ -126,6 +132,7 @@ def pipeline(
     return timeline, end
 
 
+@pytest.mark.slow
 @each("seed", range(10))
 def test_no_change_of_a_stage_saves_more_than_its_bound(seed):
     "The same pipeline is run again with a stage that takes no time."

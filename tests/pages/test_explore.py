@@ -13,18 +13,17 @@ import h5py
 import nbformat
 import numpy as np
 import pytest
+from build_runs import plan_run
 from each import each
+from errors import raises
 from notebook_runs import PLOTLY, Run, copy_project, papermill, titles_of
 
 import leakmel as lm
-from errors import raises
-from leakmel.recordings.demo import wav_bytes, write_demo
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, SpecError, UsageError
-from leakmel.core.parameters import check_types
-from leakmel.dataset.reader import MOST_BYTES, requested_spec, read_spec, spec_of_data_set, write_spec
-from build_runs import plan_run
 from leakmel.core.operation import parameter_kinds
+from leakmel.core.parameters import check_types
+from leakmel.dataset.reader import MOST_BYTES, read_spec, requested_spec, spec_of_data_set, write_spec
 from leakmel.operations.data import Build
 from leakmel.pages.explore import (
     Controls,
@@ -47,6 +46,7 @@ from leakmel.pages.explore import (
 )
 from leakmel.pages.page_figures import as_float
 from leakmel.pages.plots import recording_spectra
+from leakmel.recordings.demo import wav_bytes, write_demo
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXED = {"sample_rate": 4096, "duration_s": 10.0}
@@ -180,7 +180,7 @@ def test_changes_list_differences_from_the_preset(state):
 
 def test_frames_of_selected_segments_are_unique_and_ordered():
     spec = lm.MelSpec.preset("overlap", hop_length=64, n_fft=256)
-    n_long, n_short, _, n_frames = spec.row_shape
+    n_long, _n_short, _, _n_frames = spec.row_shape
     mels = (
         spec.grid.frame_starts[:, :, None, :].repeat(spec.n_mels, 2).astype(np.float32)
     )  # each frame says where it begins
@@ -581,6 +581,7 @@ def test_rows_that_are_built_with_a_data_set_are_like_its_rows(
     )
 
 
+@pytest.mark.slow
 def test_given_settings_take_precedence_over_a_data_set_and_another_preset_is_an_error(
     twelve, tmp_path, capsys
 ):
@@ -735,7 +736,7 @@ def test_initial_filter_and_spec_are_parameters(data, built, tmp_path):
     )
     state = open_explorer(given(data, spec_file=str(built), preset=None), progress="none")
     assert state.spec == lm.MelSpec.preset("overlap", n_mels=24, **FIXED)
-    with pytest.raises(UsageError, match="label; found .*; expected LEAK, NOLEAK"):
+    with pytest.raises(UsageError, match=r"label; found .*; expected LEAK, NOLEAK"):
         open_explorer(given(data, label="LEEK"), progress="none")
     with pytest.raises(UsageError, match="no recording matches the filter; found label NOLEAK, flag clipped"):
         open_explorer(given(data, label="NOLEAK", flag="clipped"), progress="none")

@@ -1,5 +1,6 @@
 "Shares add up to the wall clock, reports name the right stage, figures hold the recorded numbers."
 
+import itertools
 import json
 
 import numpy as np
@@ -7,10 +8,29 @@ import pytest
 from each import each
 
 from leakmel.core.errors import DataError
-from leakmel.core.timeline import STAGES, Gauge, Span, Timeline, covered_s, merge_lanes, pieces_by_lane
-from leakmel.core.timeline import analyse, attribute, interval_s, queue_stats, stage_table
-from leakmel.pages.plots import MAX_POINTS, STAGE_COLORS, frame_starts_s, mels_by_label
-from leakmel.pages.plots import batch_timeline, exclusive_bar, utilization
+from leakmel.core.timeline import (
+    STAGES,
+    Gauge,
+    Span,
+    Timeline,
+    analyse,
+    attribute,
+    covered_s,
+    interval_s,
+    merge_lanes,
+    pieces_by_lane,
+    queue_stats,
+    stage_table,
+)
+from leakmel.pages.plots import (
+    MAX_POINTS,
+    STAGE_COLORS,
+    batch_timeline,
+    exclusive_bar,
+    frame_starts_s,
+    mels_by_label,
+    utilization,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -45,7 +65,7 @@ def brute_shares(timeline: Timeline, split: str | None) -> dict[str, float]:
         {t for s in spans for t in (s.start_s, s.end_s) if within[0] < t < within[1]} | set(within)
     )
     shares = dict.fromkeys(STAGES, 0.0)
-    for a, b in zip(edges, edges[1:]):
+    for a, b in itertools.pairwise(edges):
         lanes: dict[str, Span] = {}
         for s in spans:
             if s.start_s <= a and s.end_s >= b and (s.lane not in lanes or s.start_s > lanes[s.lane].start_s):
@@ -190,15 +210,15 @@ def small_run() -> Timeline:
     )
     timeline.gauges = [Gauge("queue.compute", 1, 1), Gauge("queue.compute", 4, 3)]
     timeline.samples = [
-        dict(
-            time_s=t,
-            cpu_percent=None if t == 0 else 100.0 + t,
-            rss_bytes=(1 + t) * 1e6,
-            disk_read_bytes=t * 2_000_000,
-            disk_written_bytes=None,
-            gpu_percent=None,
-            vram_bytes=None,
-        )
+        {
+            "time_s": t,
+            "cpu_percent": None if t == 0 else 100.0 + t,
+            "rss_bytes": (1 + t) * 1e6,
+            "disk_read_bytes": t * 2_000_000,
+            "disk_written_bytes": None,
+            "gpu_percent": None,
+            "vram_bytes": None,
+        }
         for t in range(10)
     ]
     timeline.meta["monitor"] = {"n_cores": 2}
@@ -252,6 +272,7 @@ def test_batch_timeline_of_one_split():
     assert values(fig, "Compute").sum() == 4
 
 
+@pytest.mark.slow
 @each("n_lanes", [1, 5, 40])
 def test_long_run_is_drawn_in_slices_that_keep_the_seconds(n_lanes):
     timeline = random_timeline(6000, 3, n_lanes)

@@ -12,12 +12,19 @@ import pytest
 from each import each
 from errors import raises
 
-from leakmel.recordings.demo import write_demo
 from leakmel.cli import main
 from leakmel.core.comparison import text_column
 from leakmel.core.errors import DataError, OutputError
-from leakmel.pages.page_figures import PLOTLY, figure_html, html_figures, notebook_page, plotly_script
-from leakmel.pages.page_figures import Section, write_report
+from leakmel.pages.page_figures import (
+    PLOTLY,
+    Section,
+    figure_html,
+    html_figures,
+    notebook_page,
+    plotly_script,
+    write_report,
+)
+from leakmel.recordings.demo import write_demo
 
 v4 = nbformat.v4
 BARS = {"data": [{"type": "bar", "y": [1, 2]}], "layout": {"title": {"text": "two bars"}}}
@@ -137,6 +144,7 @@ def figures_of(path: str) -> int:
     return Path(path).read_text(encoding="utf-8").count('class="plotly-figure"')
 
 
+@pytest.mark.slow
 def test_a_build_writes_its_report_next_to_the_data_sets(tmp_path, capsys):
     write_demo(tmp_path / "demo", n_files=24)
     common = ["build", str(tmp_path / "demo"), "--report", "--json", "--check", "1"]

@@ -9,15 +9,17 @@ import pytest
 from each import each
 
 from leakmel.core.timeline import Gauge, Span, Timeline
+from leakmel.pages.dashboard import runs_table
 from leakmel.pages.plots import (
     MOST_LABELS,
+    batch_timeline,
     classes_by_split,
+    exclusive_bar,
     level_by_label,
     mels_by_label,
     spectrum_by_label,
+    utilization,
 )
-from leakmel.pages.dashboard import runs_table
-from leakmel.pages.plots import batch_timeline, exclusive_bar, utilization
 
 MANY = 100_000
 LAYOUT_COLOURS = ("white", "black", "#fff", "#000")

@@ -23,9 +23,9 @@ from lab import (
 from watched import CUT_TITLES, Watched, assert_figures
 
 import leakmel as lm
-from leakmel.recordings.demo import write_demo
 from leakmel.dataset.config import PipelineConfig
 from leakmel.pages.page_figures import notebook_page
+from leakmel.recordings.demo import write_demo
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.site, pytest.mark.slow]

@@ -21,16 +21,16 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from each import each
-
 from conftest import need
+from each import each
+from independent import check, leftovers, walk
+from prose import words_in
+
 import leakmel as lm
 from leakmel import cli
 from leakmel.cli import main
 from leakmel.dataset.pipeline import PipelineConfig
-from independent import check, leftovers, walk
 from leakmel.recordings.demo import write_wav
-from prose import words_in
 
 
 def shell(

@@ -219,6 +219,7 @@ PAGE = ROOT / "nbs" / "explanations" / "troubleshooting.ipynb"
 def test_make_installs_torch_without_cuda_where_it_can(monkeypatch, capsys):
     "The sizes are those of the page on installation, and are printed before pip begins."
     import install
+
     from leakmel.core.errors import CPU_WHEELS, EXTRA_MB
 
     table = re.findall(

@@ -18,15 +18,13 @@ import nbformat
 import numpy as np
 import papermill.cli as papermill_command
 import pytest
-from each import each
 import run_build
-
+from each import each
 from notebook_runs import PLOTLY, ROOT, Run, RunHere, copy_project, error_of, papermill, run_here, titles_of
 
 import leakmel as lm
-from leakmel.recordings.demo import wav_bytes
-from leakmel.recordings.demo import write_demo
 from leakmel.extras.machine import bench
+from leakmel.recordings.demo import wav_bytes, write_demo
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from lab import clean_env
 from tiny_training import tiny_words
 
-from leakmel.recordings.demo import write_demo
 from leakmel.core.threads import safe_module_path, start_process
+from leakmel.recordings.demo import write_demo
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = str(Path(sys.executable).with_name("leakmel"))

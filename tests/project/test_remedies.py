@@ -17,15 +17,15 @@ from each import each
 
 import leakmel as lm
 from leakmel import cli
+from leakmel.cli import main
+from leakmel.core.errors import DataError, LeakmelError, UsageError, explain, similar_path, write_error
+from leakmel.core.parameters import ParameterCheck
+from leakmel.core.threads import machine_error
 from leakmel.recordings.labels import read_labels
 from leakmel.recordings.listing import existing_folder, list_error
 from leakmel.recordings.problems import Problem, ProblemReport
 from leakmel.recordings.tables import read_table_bytes
 from leakmel.recordings.wav import MACHINE_FAULTS, read_error, read_wav
-from leakmel.cli import main
-from leakmel.core.errors import DataError, LeakmelError, UsageError, explain, similar_path, write_error
-from leakmel.core.parameters import ParameterCheck
-from leakmel.core.threads import machine_error
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of splits of a few sensors
@@ -353,9 +353,9 @@ TRAININGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "a sensor for each label, a network": ({"A": "L", "B": "N"}, CNN),
     "leaks at one sensor": ({"A": "LN", "B": "N", "C": "N"}, []),
     "leaks at one sensor, a network": ({"A": "LN", "B": "N", "C": "N"}, CNN),
-    "four sensors": ({s: "LN" for s in "ABCD"}, []),
-    "four sensors, a network": ({s: "LN" for s in "ABCD"}, CNN),
-    "another leak label, a network": ({s: "NP" for s in "ABCD"}, ["--leak-label", "PUMP", *CNN]),
+    "four sensors": (dict.fromkeys("ABCD", "LN"), []),
+    "four sensors, a network": (dict.fromkeys("ABCD", "LN"), CNN),
+    "another leak label, a network": (dict.fromkeys("ABCD", "NP"), ["--leak-label", "PUMP", *CNN]),
     "a label left out, a network": (
         {"A": "LNP", "B": "LN", "C": "LN"},
         ["--leave-out", "PUMP", "--kind", "binary", *CNN],
@@ -387,12 +387,14 @@ def test_next_steps_of_a_training_run(case: str, tmp_path: Path, make_wav: Any, 
         assert status == 0, (words, text)
 
 
+@pytest.mark.slow
 def test_a_number_of_false_alarms_is_advised_where_scores_are_kept(
     small_sets: Path, tmp_path: Path, say: Say
 ) -> None:
+    from dataclasses import replace
+
     from leakmel.detector.model.card import EvaluationRecord
     from leakmel.detector.model.detector import load_detector, steps_of
-    from dataclasses import replace
 
     assert say("train", small_sets, "--out", "m", "--detector", "spectral", "--quiet")[0] == 0
     detector = load_detector(tmp_path / "m" / "model.pt")
@@ -436,7 +438,7 @@ def _bad_file(tmp_path: Path, make_wav: Any) -> None:
 
 
 def _sets(tmp_path: Path, make_wav: Any) -> None:
-    _set_of(tmp_path, make_wav, {s: "LN" for s in "ABCD"})
+    _set_of(tmp_path, make_wav, dict.fromkeys("ABCD", "LN"))
     lm.train(
         tmp_path / "d.h5", out=tmp_path / "m", settings=lm.TrainSettings(detector="spectral"), progress=False
     )

@@ -15,12 +15,10 @@ from each import each
 from notebook_runs import ROOT, RunHere, copy_project, error_of, papermill, run_here
 
 import leakmel as lm
-from leakmel.core.parameters import Kinds
 from leakmel.core.operation import Run, make, parameter_defaults, parameter_kinds
+from leakmel.core.parameters import Kinds
 from leakmel.operations.detector import Evaluate
-from leakmel.operations.extras import Nightly, Retrain, Search
-from leakmel.operations.extras import Correlate, Tune
-from leakmel.operations.extras import NOTEBOOKS, start_kinds
+from leakmel.operations.extras import NOTEBOOKS, Correlate, Nightly, Retrain, Search, Tune, start_kinds
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of splits of a few sensors
 TINY = {"epochs": 1, "device": "cpu"}
@@ -190,6 +188,7 @@ def test_a_wrong_parameter_stops_the_run(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_champion_of_the_folder_is_retrained(made: Path, tmp_path: Path) -> None:
     "Only before the first round a model is searched."
     asked = {"data": str(made / "new.H5"), "replay": str(made / "sets"), "device": "cpu"}

@@ -17,7 +17,6 @@ import pytest
 from conftest import need
 from lab import clean_env, is_taken, serving
 
-
 ROOT = Path(__file__).resolve().parents[2]
 LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 THIS_MACHINE = {

@@ -32,16 +32,16 @@ import h5py
 import nbformat
 import numpy as np
 import pytest
-from each import each
 import soundfile
 import soxr
+from each import each
 from llvmlite import binding
+from odd_wavs import READ, REFUSED, canonical
+from tiny_training import tiny_words
 
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.extras.locate.cross_spectra import synthetic_pair
-from odd_wavs import READ, REFUSED, canonical
-from tiny_training import tiny_words
 
 pytestmark = [
     pytest.mark.quick,

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import nbformat
+import pytest
 
 pytestmark = pytest.mark.site
 
@@ -22,9 +21,11 @@ def has_clock(node: ast.AST) -> bool:
     "Whether an expression reads a clock, or a load."
     calls = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
     return any(
-        isinstance(f, ast.Attribute)
-        and f.attr in CLOCKS
-        and ast.unparse(f.value) in ("time", "os", "psutil")
+        (
+            isinstance(f, ast.Attribute)
+            and f.attr in CLOCKS
+            and ast.unparse(f.value) in ("time", "os", "psutil")
+        )
         or ast.unparse(f) in CLOCKS - {"time"}
         for f in calls
     )

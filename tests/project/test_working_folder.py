@@ -8,13 +8,12 @@ import nbformat
 import numpy as np
 import pytest
 from lab import FIGURES, OVER, assert_drawn, assert_quiet, jupyter_lab, open_notebook, run_all
-
 from notebook_runs import run_here
 
 import leakmel as lm
-from leakmel.recordings.demo import write_wav
 from leakmel.cli import main
 from leakmel.operations.extras import NOTEBOOKS, make_working_folder
+from leakmel.recordings.demo import write_wav
 
 pytestmark = pytest.mark.site
 

@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import each
 import soundfile
+from each import each
 from errors import raises
+from independent import check, content, leftovers, same
 
 import leakmel as lm
 from leakmel.core.errors import EngineError, MachineError, SpecError
 from leakmel.dataset.config import PipelineConfig
 from leakmel.mel.engines import ENGINES, open_engine
-from independent import check, content, leftovers, same
 
 RATES = [292, 1000, 4095, 4096, 8000, 11_025, 16_000, 44_100, 48_000, 51_200]
-QUIET: dict[str, Any] = dict(progress="none")
+QUIET: dict[str, Any] = {"progress": "none"}
 SECOND = lm.MelSpec(sample_rate=4096, duration_s=1.0)
 
 

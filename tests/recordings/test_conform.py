@@ -1,15 +1,19 @@
 "Conforming one recording: every rule, the status it reports, and the resampler compared with analytic tones."
 
-import itertools, math, sys, tracemalloc
+import itertools
+import math
+import sys
+import tracemalloc
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+import scipy.signal
 from each import each
 from errors import raises
-import scipy.signal
 
+from leakmel.core.errors import REJECT_CODES, MachineError, RecordingError
 from leakmel.recordings import conform as conform_module
 from leakmel.recordings.conform import (
     ConformRules,
@@ -20,7 +24,6 @@ from leakmel.recordings.conform import (
     to_mono,
     to_rate,
 )
-from leakmel.core.errors import REJECT_CODES, MachineError, RecordingError
 
 pytestmark = pytest.mark.quick
 

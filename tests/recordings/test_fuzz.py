@@ -37,6 +37,7 @@ def test_headers(tried: Callable, seed: int, n: int) -> None:
     tried("S4", n_tried)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "n"), [(2, 20_000), *(pytest.param(200 + k, 50_000, marks=pytest.mark.long) for k in range(4))]
 )

@@ -7,6 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
+from leakmel.cli import main
+from leakmel.core.errors import DataError, LeakmelError, OutputError
+from leakmel.recordings.demo import write_wav
 from leakmel.recordings.labels import (
     TRACK_FORMATS,
     Decision,
@@ -17,10 +20,7 @@ from leakmel.recordings.labels import (
     read_decisions,
     read_labels,
 )
-from leakmel.recordings.demo import write_wav
 from leakmel.recordings.wav import read_wav
-from leakmel.cli import main
-from leakmel.core.errors import DataError, LeakmelError, OutputError
 
 NAMES = ("LEAK/a.wav", "LEAK/ü b.WAV", "NOLEAK/c.wave", "NOLEAK/deep/d.wav")
 

@@ -5,8 +5,8 @@ import os
 import pytest
 from each import each
 
-from leakmel.recordings.labels import TimeRange, label_of, read_track, write_track
 from leakmel.core.errors import DataError
+from leakmel.recordings.labels import TimeRange, label_of, read_track, write_track
 
 LABELS = ["LEAK", "NOLEAK", "PUMP"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from each import each
 
+from leakmel.core.errors import DataError, OutputError
 from leakmel.recordings.labels import (
     LABELS_COLUMNS,
     Decision,
@@ -18,7 +19,6 @@ from leakmel.recordings.labels import (
     read_labels,
     relabel,
 )
-from leakmel.core.errors import DataError, OutputError
 
 A, B = "a" * 32, "b" * 32
 HEADER = ",".join(LABELS_COLUMNS) + "\n"

@@ -12,6 +12,7 @@ from each import each
 from errors import raises
 
 import leakmel as lm
+from leakmel.recordings.demo import wav_bytes
 from leakmel.recordings.labels import (
     Decision,
     TimeRange,
@@ -22,7 +23,6 @@ from leakmel.recordings.labels import (
     relabel_manifest,
 )
 from leakmel.recordings.manifest import Manifest, scan, shared_groups
-from leakmel.recordings.demo import wav_bytes
 
 TWINS = {
     "blank at the end": ("LEAK", "LEAK "),

@@ -8,13 +8,13 @@ import h5py
 import numpy as np
 import pytest
 from each import each
+from odd_wavs import chunk, fmt, rf64, riff, sub_format
 
 import leakmel as lm
+from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
 from leakmel.recordings import conform
 from leakmel.recordings.conform import has_stalled, native
 from leakmel.recordings.wav import canonical_header, read_wav
-from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
-from odd_wavs import chunk, fmt, rf64, riff, sub_format
 
 RATE, N = 4096, 20_480
 SPEC = {"sample_rate": RATE, "duration_s": N / RATE}
@@ -317,6 +317,7 @@ def test_scan_and_build_name_the_cause(data: Path, tmp_path: Path, mode: str) ->
     assert all("16-bit" in m or "24-bit" in m for m in messages)
 
 
+@pytest.mark.slow
 def test_rows_that_a_later_build_keeps_are_reported_too(data: Path, tmp_path: Path) -> None:
     time.sleep(0.05)  # a build reads files again that changed within a step of the clock before it
     first = lm.build(data, out=tmp_path / "x.h5", **QUIET)

@@ -1,6 +1,9 @@
 "Files, order and labels of a scan, compared with an independent walk, with unusual names and places."
 
-import errno, os, subprocess, sys
+import errno
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +15,13 @@ import pytest
 from each import each
 from errors import raises
 
+from leakmel.core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError
+from leakmel.dataset.pipeline import build
 from leakmel.recordings import manifest as manifest_module
+from leakmel.recordings.demo import wav_bytes, write_demo
 from leakmel.recordings.manifest import Manifest, hints, scan, shared_groups
 from leakmel.recordings.naming import parse_name, split_name
 from leakmel.recordings.problems import WORTH_A_LOOK, group_of
-from leakmel.recordings.demo import wav_bytes, write_demo
-from leakmel.dataset.pipeline import build
-from leakmel.core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError
 
 pytestmark = pytest.mark.quick
 

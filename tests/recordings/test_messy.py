@@ -18,15 +18,15 @@ import h5py
 import numpy as np
 import pytest
 import soundfile
+from independent import content, fit, log_mel, off
+from messy import LABELS, RATE, SPLITS, Messy, make_sound, write_messy
 
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import show_path
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
-from leakmel.recordings.problems import ProblemReport, show_place
 from leakmel.pages.dashboard import build_card, rejected_card
-from messy import LABELS, RATE, SPLITS, Messy, make_sound, write_messy
-from independent import content, fit, log_mel, off
+from leakmel.recordings.problems import ProblemReport, show_place
 
 SPEC = lm.MelSpec.preset("disjoint", sample_rate=RATE, duration_s=1.0)
 OPTIONS = ("--sample-rate", str(RATE), "--duration-s", "1")
@@ -326,6 +326,7 @@ def test_every_kind_has_an_example_and_some_have_all(
 # -- modes, rules, verify ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["preload", "memmap"])
 def test_every_mode_gives_the_same_bytes(
     messy: Messy, built: list[lm.BuildResult], mode: str, tmp_path: Path, monkeypatch
@@ -423,6 +424,7 @@ def test_the_same_tree_by_a_table_gives_the_same_rows(
         assert lm.verify(r.path, root=messy.root, table=tmp_path / "table.csv", sample=None).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("above", ["", "{split}/"])
 def test_a_pattern_gives_the_same_rows_for_names_that_have_the_fields(
     messy: Messy, built: list[lm.BuildResult], above: str, tmp_path: Path

@@ -20,8 +20,14 @@ from each import each
 from errors import raises
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from independent import content, fit, log_mel, off, read, walk
 
 import leakmel as lm
+from leakmel.cli import main
+from leakmel.core.errors import DataError, UsageError, VerifyError
+from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
+from leakmel.recordings.demo import wav_bytes
 from leakmel.recordings.manifest import Manifest, scan
 from leakmel.recordings.naming import (
     FIELDS,
@@ -32,13 +38,7 @@ from leakmel.recordings.naming import (
     pattern_naming,
     pattern_tokens,
 )
-from leakmel.recordings.demo import wav_bytes
 from leakmel.recordings.tables import NameTable, read_table
-from leakmel.cli import main
-from leakmel.core.errors import DataError, UsageError, VerifyError
-from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
-from leakmel.dataset.pipeline import PipelineConfig
-from independent import content, fit, log_mel, off, read, walk
 
 
 def fuzz(n: int) -> settings:
@@ -868,6 +868,7 @@ def copy(by_table, tmp_path) -> tuple[Path, Path]:
     )
 
 
+@pytest.mark.slow
 def test_a_build_from_a_table(by_table):
     data, file, (training, validation) = by_table
     rows = [line.split(",") for line in TABLE.splitlines()[1:]]

@@ -19,38 +19,36 @@ from typing import Any
 
 import h5py
 import numpy as np
+import odd_wavs
 import pytest
-from each import each
 import xxhash
+from each import each
+from fuzzer import mutated
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messy import write_messy
 
 import leakmel as lm
-import odd_wavs
-from fuzzer import mutated
-from leakmel.recordings import conform, native
-from leakmel.recordings.conform import digests_of, int16_moments
 from leakmel.core import machine_code
-from leakmel.core.machine_code import BoundCall
-from leakmel.recordings.native import USE_FALLBACK, READ, read_and_compute, read_rows
-from leakmel.recordings.conform import moments_of
-from leakmel.recordings.wav import canonical_header, read_wav
 from leakmel.core.errors import MachineError, RecordingError, VerifyError
+from leakmel.core.machine_code import BoundCall
+from leakmel.dataset import job, loader, verify
 from leakmel.dataset import modes as held
-from leakmel.dataset import job
-from leakmel.dataset import loader
-from leakmel.dataset import verify
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.mel import cpu_engine
-from messy import write_messy
+from leakmel.recordings import conform, native
+from leakmel.recordings.conform import digests_of, int16_moments, moments_of
+from leakmel.recordings.native import READ, USE_FALLBACK, read_and_compute, read_rows
+from leakmel.recordings.wav import canonical_header, read_wav
 
 ROOT = Path(__file__).resolve().parents[2]
 
 N = 512
 HEADER = canonical_header(4096, N)
-QUIET: dict[str, Any] = dict(
-    progress="none", pipeline=PipelineConfig(files_per_batch=8, monitor_interval_s=0.0)
-)
+QUIET: dict[str, Any] = {
+    "progress": "none",
+    "pipeline": PipelineConfig(files_per_batch=8, monitor_interval_s=0.0),
+}
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from independent import content, fit, log_mel, off, walk
+from odd_wavs import KINDS, READ, REFUSED, by_libsndfile, sample_digest, write_odd_wavs
 
 import leakmel as lm
-from leakmel.recordings.wav import read_wav
 from leakmel.core.errors import REJECT_CODES, RecordingError
-from odd_wavs import KINDS, READ, REFUSED, by_libsndfile, sample_digest, write_odd_wavs
-from independent import content, fit, log_mel, off, walk
+from leakmel.recordings.wav import read_wav
 
 pytestmark = pytest.mark.quick
 

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import numpy as np
+import pytest
 from each import each
 from errors import raises
 from independent import SYSTEM_FOLDERS, check, walk
 
 import leakmel as lm
-from leakmel.recordings import listing
-from leakmel.recordings.labels import import_tracks
-from leakmel.recordings.listing import holds_recording, is_system_folder
-from leakmel.recordings.manifest import Manifest, scan
-from leakmel.recordings.demo import wav_bytes
 from leakmel.cli import main
 from leakmel.detector.predict.scoring import find_recordings
 from leakmel.extras.machine.doctor import measure_recordings
 from leakmel.extras.sets.fetch import read_members
+from leakmel.recordings import listing
+from leakmel.recordings.demo import wav_bytes
+from leakmel.recordings.labels import import_tracks
+from leakmel.recordings.listing import holds_recording, is_system_folder
+from leakmel.recordings.manifest import Manifest, scan
 
 NAMES = [
     ".Trash-1000",

@@ -20,9 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import leakmel as lm
-from leakmel.recordings import listing as listing_module, problems as problems_module
-from leakmel.recordings.manifest import scan
+from leakmel.cli import main
+from leakmel.core.errors import MachineError
+from leakmel.core.progress import Progress
+from leakmel.pages.dashboard import build_card
+from leakmel.pages.plots import MAX_POINTS, level_by_label
+from leakmel.recordings import listing as listing_module
+from leakmel.recordings import problems as problems_module
+from leakmel.recordings.demo import wav_bytes, write_demo
 from leakmel.recordings.listing import FILES_PER_TASK, read_content
+from leakmel.recordings.manifest import scan
 from leakmel.recordings.problems import (
     ALWAYS_SHOWN,
     CLIPPED_SHARE,
@@ -41,13 +48,6 @@ from leakmel.recordings.problems import (
     label_auc,
     tied_values,
 )
-from leakmel.recordings.demo import wav_bytes
-from leakmel.recordings.demo import write_demo
-from leakmel.cli import main
-from leakmel.core.errors import MachineError
-from leakmel.core.progress import Progress
-from leakmel.pages.dashboard import build_card
-from leakmel.pages.plots import MAX_POINTS, level_by_label
 
 MEANINGS = {kind: text for kinds in KIND_GROUPS.values() for kind, text in kinds.items()}
 
@@ -195,9 +195,9 @@ def test_a_sensor_that_never_recorded_anything() -> None:
 def test_sensor_needs_three_silent_recordings_to_be_reported() -> None:
     c = made()
     for n in (DEAD_FILES - 1, DEAD_FILES):
-        few = change(c, sensor={i: b"X9" for i in range(n)}, silent={i: True for i in range(n)})
+        few = change(c, sensor=dict.fromkeys(range(n), b"X9"), silent=dict.fromkeys(range(n), True))
         assert found(few).get("dead_sensor", set()) == ({"X9"} if n == DEAD_FILES else set())
-    nameless = change(c, sensor={i: b"" for i in range(9)}, silent={i: True for i in range(9)})
+    nameless = change(c, sensor=dict.fromkeys(range(9), b""), silent=dict.fromkeys(range(9), True))
     assert "dead_sensor" not in found(nameless), "recordings of unknown sensors are no sensor"
 
 
@@ -224,7 +224,7 @@ def test_copies_name_the_first_one() -> None:
 
 def test_silent_recordings_are_no_copies() -> None:
     c = made()
-    silent = change(c, digest={i: b"0" * 32 for i in range(6)}, silent={i: True for i in range(6)})
+    silent = change(c, digest=dict.fromkeys(range(6), b"0" * 32), silent=dict.fromkeys(range(6), True))
     assert set(found(silent)) == {"silent"}
 
 
@@ -311,7 +311,7 @@ def test_a_property_tied_to_a_label(name: str) -> None:
     ]
     assert {p.path for p in tied} == {"LEAK", "NOLEAK"}
     assert all("a detector would learn the recorder, not the leak" in p.message for p in tied)
-    both = change(c, **{name: {i: TIED[name] for i in range(60)}})
+    both = change(c, **{name: dict.fromkeys(range(60), TIED[name])})
     assert "label_tied" not in found(both), "the same property under both labels tells nothing"
 
 
@@ -598,9 +598,9 @@ def test_the_demo_set_s_planted_faults_are_named(tmp_path: Path) -> None:
             assert path in by_kind[kind], what
         else:
             assert "non-ASCII" in what
-    assert {path for kind, paths in by_kind.items() for path in paths} <= set(planted.values()) | {
-        p for p in by_kind.get("label_tied", ())
-    }
+    assert {path for kind, paths in by_kind.items() for path in paths} <= set(planted.values()) | set(
+        by_kind.get("label_tied", ())
+    )
     assert "label_tied" not in by_kind
 
 

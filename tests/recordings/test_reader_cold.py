@@ -16,27 +16,25 @@ from typing import Any
 import numpy as np
 import pytest
 from each import each
-
-import leakmel as lm
-from leakmel.recordings import conform, native
-from leakmel.recordings.listing import Listing
-from leakmel.recordings import listing as listing_module
-from leakmel.recordings.manifest import Manifest, scan
-from leakmel.recordings.naming import Naming
-from leakmel.cli import main
-from leakmel.recordings import wav
-from leakmel.core.errors import LeakmelError, MachineError, UsageError
-from leakmel.recordings.wav import CacheUse, cached_share, is_in_cache, thread_read_bytes
-from leakmel.dataset import modes as held
-from leakmel.dataset import loader
-from leakmel.dataset.loader import BatchReader
-from leakmel.dataset.pipeline import PipelineConfig
-from leakmel.dataset.loader import ReadAhead, cold_share, plan_read_ahead
-from leakmel.mel.spec import MelSpec
-from leakmel.extras.machine.bench import read_into_cache, evict
 from messy import write_messy
 
-QUIET: dict[str, Any] = dict(engine="reference", check=2, progress="none", fresh=True)
+import leakmel as lm
+from leakmel.cli import main
+from leakmel.core.errors import LeakmelError, MachineError, UsageError
+from leakmel.dataset import loader
+from leakmel.dataset import modes as held
+from leakmel.dataset.loader import BatchReader, ReadAhead, cold_share, plan_read_ahead
+from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.extras.machine.bench import evict, read_into_cache
+from leakmel.mel.spec import MelSpec
+from leakmel.recordings import conform, native, wav
+from leakmel.recordings import listing as listing_module
+from leakmel.recordings.listing import Listing
+from leakmel.recordings.manifest import Manifest, scan
+from leakmel.recordings.naming import Naming
+from leakmel.recordings.wav import CacheUse, cached_share, is_in_cache, thread_read_bytes
+
+QUIET: dict[str, Any] = {"engine": "reference", "check": 2, "progress": "none", "fresh": True}
 N_FILES, N_SAMPLES = 48, 20_480  # five seconds: ten pages each
 SPEC = {"sample_rate": 4096, "duration_s": 5.0}  # given: the headers are not read before the build
 
@@ -371,6 +369,7 @@ def test_rows_do_not_depend_on_prefetch(data: Path, tmp_path: Path, monkeypatch:
         assert result.summary["read_ahead_files"] > 0
 
 
+@pytest.mark.slow
 @undisturbed
 def test_build_reports_a_cold_warm_or_mixed_cache(data: Path, tmp_path: Path) -> None:
     drop(waves(data))
@@ -395,6 +394,7 @@ def test_cache_use_is_counted_for_each_split(data: Path, tmp_path: Path) -> None
     assert results[1].summary["bytes_from_device"] >= 0.9 * results[1].summary["source_bytes"]
 
 
+@pytest.mark.slow
 @undisturbed
 def test_preloaded_recordings_count_the_bytes_of_this_build(data: Path, tmp_path: Path) -> None:
     "A cache file that is loaded is what is asked for; what memory holds is asked of no file."
@@ -533,6 +533,7 @@ def no_thread_is_left() -> bool:
     return not [t for t in threading.enumerate() if t.name.startswith("leakmel-")]
 
 
+@pytest.mark.slow
 @each("mode", ["stream", "preload"])
 @each("fault", [OSError(errno.EMFILE, "no"), ImportError("no numba"), RuntimeError("no")])
 def test_prefetch_fault_does_not_stop_the_build(
@@ -715,7 +716,7 @@ def test_folder_that_is_renamed_while_it_is_listed_is_an_error(
     monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
     assert len(listing_module.found_below(root, root)[0]) == 27
     monkeypatch.setattr(os.path, "samestat", samestat)
-    with pytest.raises(LeakmelError, match="cannot be listed|while listing"):
+    with pytest.raises(LeakmelError, match=r"cannot be listed|while listing"):
         listing_module.found_below(root, root)
 
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from spreadsheets import NAMED, Dialect, as_saved, dialects
 
 import leakmel as lm
-from leakmel.recordings.labels import LABELS_COLUMNS, Decision, append_decision, read_decisions, read_labels
-from leakmel.recordings.tables import csv_table, dashed_date, decode_text, read_table, table_number
-from leakmel.recordings.wav import canonical_header
 from leakmel.cli import main
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError
 from leakmel.extras.nightly.nights import read_visits
 from leakmel.extras.nightly.run import place_of
 from leakmel.extras.review.review import read_score_table
+from leakmel.recordings.labels import LABELS_COLUMNS, Decision, append_decision, read_decisions, read_labels
+from leakmel.recordings.tables import csv_table, dashed_date, decode_text, read_table, table_number
+from leakmel.recordings.wav import canonical_header
 
 
 def fuzz(n: int) -> settings:

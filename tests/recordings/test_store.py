@@ -18,10 +18,10 @@ from errors import raises
 from object_server import BUCKET, SECRET, ObjectServer
 
 import leakmel as lm
-from leakmel.recordings.demo import write_demo
 from leakmel.core import store as store_module
 from leakmel.core.errors import DataError, LeakmelError, MachineError, MissingPackageError, UsageError
 from leakmel.core.store import LocalCopies, StorePath, is_url, object_stamp, store_path, upload_file
+from leakmel.recordings.demo import write_demo
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
@@ -103,6 +103,7 @@ def test_a_listing_of_objects_equals_that_of_the_folder(served, demo, options):
     assert [str(x.folder) for x in there.listings] == [f"{url}/{x.folder.name}" for x in here.listings]
 
 
+@pytest.mark.slow
 def test_contents_and_stored_manifests_are_those_of_the_folder(served, demo, tmp_path):
     url = served.put_folder(demo, "content/demo")
     here, there = (lm.scan(root, content=True, progress="none") for root in (demo, url))

@@ -1,15 +1,20 @@
 "The demo set: equal bytes for equal seeds, complete accounting, never incomplete, and not trivial to classify."
 
-import errno, os, signal, subprocess, sys
+import errno
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from each import each
 import soundfile
+from each import each
 from errors import raises
 
+from leakmel.core.errors import LeakmelError, OutputError, SpaceError, UsageError
 from leakmel.recordings import demo as synth
 from leakmel.recordings.demo import (
     LABELS,
@@ -28,7 +33,6 @@ from leakmel.recordings.demo import (
     write_demo,
     write_wav,
 )
-from leakmel.core.errors import LeakmelError, OutputError, SpaceError, UsageError
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -88,6 +92,7 @@ def test_a_recording_depends_on_seed_and_index_only() -> None:
 # -- layout and accounting ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each("faults", [False, True])
 @each("n_files", [6, 7, 26, 150])
 def test_every_file_is_accounted_for(tmp_path: Path, n_files: int, faults: bool) -> None:

@@ -1,21 +1,27 @@
 "The WAV reader: errors of a file, names that are not Unicode, and machine faults separated from file faults."
 
-import contextlib, errno, math, os, struct, subprocess, sys
+import contextlib
+import errno
+import math
+import os
+import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from each import each
 import soundfile
+from each import each
 from errors import raises
+from odd_wavs import MONO, PCM16, READ, REFUSED, chunk, fmt, holed, riff, sub_format
 
+from leakmel.core.errors import REJECT_CODES, MachineError, RecordingError
+from leakmel.dataset.pipeline import build
 from leakmel.recordings import wav
 from leakmel.recordings.manifest import scan
 from leakmel.recordings.wav import MAX_SAMPLE_BYTES, STREAMED, digest_of, parse_header, read_wav
-from leakmel.core.errors import REJECT_CODES, MachineError, RecordingError
-from leakmel.dataset.pipeline import build
-from odd_wavs import MONO, PCM16, READ, REFUSED, chunk, fmt, holed, riff, sub_format
 
 pytestmark = pytest.mark.quick
 

@@ -6,20 +6,20 @@
 __all__ = []
 
 # %% ../../../nbs/detector/data/segments.ipynb #3b30aff2
-import math, os, zlib
+import math
+import os
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from leakmel.recordings.conform import conform, piece_count, resampled_length
-from leakmel.recordings.labels import CurrentLabels, check_paths
-from leakmel.recordings.wav import Recording
 from leakmel.core.comparison import likely_leaks, text_key
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
 from leakmel.core.monitor import free_memory
@@ -27,6 +27,9 @@ from leakmel.core.progress import DelayedProgress, size_text
 from leakmel.dataset.reader import MelDataset, open_dataset, read_rows
 from leakmel.dataset.writer import map_in_order
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.conform import conform, piece_count, resampled_length
+from leakmel.recordings.labels import CurrentLabels, check_paths
+from leakmel.recordings.wav import Recording
 
 # %% ../../../nbs/detector/data/segments.ipynb #4e57df5c
 def find_label(
@@ -358,7 +361,7 @@ class Segments(AbstractContextManager["Segments"]):
             n = int(self.starts[-1])
             rows = np.arange(n) if rows is None else np.asarray(rows)
             is_whole = rows.ndim == 1 and (not len(rows) or rows.dtype.kind in "iu")
-            if not is_whole or len(rows) and not 0 <= rows.min() <= rows.max() < n:
+            if not is_whole or (len(rows) and not 0 <= rows.min() <= rows.max() < n):
                 raise UsageError(
                     "some of the requested rows do not exist",
                     code="no-such-rows",
@@ -675,7 +678,7 @@ class Loader(AbstractContextManager["Loader"]):
             return buffer.pin_memory() if self.device.type == "cuda" else buffer
 
         with ThreadPoolExecutor(1, "leakmel-stream") as pool:
-            for buffer in map_in_order(pool, read, list(zip(cuts, cuts[1:])), 2):
+            for buffer in map_in_order(pool, read, list(pairwise(cuts)), 2):
                 for at in range(0, len(buffer), size):
                     self.order.advance()
                     yield self.transfer(buffer[at : at + size])

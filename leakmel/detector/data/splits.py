@@ -6,22 +6,25 @@
 __all__ = []
 
 # %% ../../../nbs/detector/data/splits.ipynb #03530b3a
-import os, re, shlex, warnings
+import os
+import re
+import shlex
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from leakmel.recordings.labels import CurrentLabels, LabelTable, read_labels
-from leakmel.recordings.problems import Columns, Problem, content_problems
-from leakmel.recordings.wav import digest_of
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.reader import MelDataset, read_rows
 from leakmel.detector.data import segments
 from leakmel.detector.data.segments import LEFT_OUT, DataSource, Segments, Task
+from leakmel.recordings.labels import CurrentLabels, LabelTable, read_labels
+from leakmel.recordings.problems import Columns, Problem, content_problems
+from leakmel.recordings.wav import digest_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,7 +57,7 @@ def group_values(
 
     pattern = None
     try:
-        if isinstance(group, re.Pattern) or isinstance(group, str) and group.startswith("re:"):
+        if isinstance(group, re.Pattern) or (isinstance(group, str) and group.startswith("re:")):
             pattern = re.compile(group[3:] if isinstance(group, str) else group)
             pattern.search("")  # refuses a pattern of bytes
     except (re.error, OverflowError, RecursionError, TypeError) as e:
@@ -112,7 +115,7 @@ def group_values(
 
 def group_name(group: Group) -> str:
     "Name a group in a sentence."
-    if isinstance(group, re.Pattern) or isinstance(group, str) and group.startswith("re:"):
+    if isinstance(group, re.Pattern) or (isinstance(group, str) and group.startswith("re:")):
         return "match of the pattern"
     return show_path(group) if isinstance(group, str) else "group"
 

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from leakmel.recordings.labels import CurrentLabels, LabelTable, counts_text, joint_counts, read_labels
-from leakmel.recordings.wav import digest_of
 from leakmel.core.comparison import text_column
 from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress, wrap_text
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE
+from leakmel.detector.data.segments import Segments, Task, close_opened, open_sources, source_list
 from leakmel.detector.data.splits import (
     LEAKY_SPLIT,
     Group,
@@ -37,17 +36,19 @@ from leakmel.detector.data.splits import (
     recordings_of,
     shared_values,
 )
-from leakmel.detector.data.segments import Segments, Task, close_opened, open_sources, source_list
 from leakmel.detector.evaluate import plots
-from leakmel.detector.metrics import metrics, significance as stats
+from leakmel.detector.metrics import metrics
+from leakmel.detector.metrics import significance as stats
 from leakmel.detector.metrics.metrics import FIGURES, reliability
-from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.detector.model.card import TEST_SET, Overlap, evaluation_record, find_overlap
 from leakmel.detector.model.cards import update_card
 from leakmel.detector.model.detector import Detector, load_detector, score_rows
 from leakmel.detector.model.files import CHAMPION_FILE, model_file, pick_device, require_result
+from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.detector.train.state import Sources, row_digests, too_short, trailing_silence
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.labels import CurrentLabels, LabelTable, counts_text, joint_counts, read_labels
+from leakmel.recordings.wav import digest_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -15,12 +15,12 @@ from numpy.typing import ArrayLike
 
 from leakmel.core.errors import show_path
 from leakmel.dataset.reader import read_rows
+from leakmel.detector.data.segments import Segments
+from leakmel.detector.metrics.metrics import Reliability, roc
+from leakmel.detector.metrics.significance import Groups, Interval, ScoredModel, Verdict
+from leakmel.mel.spec import MelSpec
 from leakmel.pages import plots as style
 from leakmel.pages.plots import f32, label_colour, plain_text, styled_figure
-from leakmel.detector.data.segments import Segments
-from leakmel.detector.metrics.significance import Groups, Interval, ScoredModel, Verdict
-from leakmel.detector.metrics.metrics import Reliability, roc
-from leakmel.mel.spec import MelSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,18 +44,26 @@ def error_bars(
 ) -> dict[str, Any]:
     "Return the bars of figures with intervals, as plotly takes them."
     down, up = (f32(np.nan_to_num(np.abs(np.subtract(end, values)))) for end in (low, high))
-    return dict(type="data", symmetric=False, array=up, arrayminus=down, color=colour, thickness=1.4, width=0)
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": up,
+        "arrayminus": down,
+        "color": colour,
+        "thickness": 1.4,
+        "width": 0,
+    }
 
 
-_DIAGONAL: dict[str, Any] = dict(
-    type="scatter",
-    x=[0.0, 1.0],
-    y=[0.0, 1.0],
-    mode="lines",
-    line=dict(color=style.LINE_COLOUR, width=1),
-    showlegend=False,
-    hoverinfo="skip",
-)
+_DIAGONAL: dict[str, Any] = {
+    "type": "scatter",
+    "x": [0.0, 1.0],
+    "y": [0.0, 1.0],
+    "mode": "lines",
+    "line": {"color": style.LINE_COLOUR, "width": 1},
+    "showlegend": False,
+    "hoverinfo": "skip",
+}
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #ac38fc5b
 def roc_figure(
@@ -75,8 +83,8 @@ def roc_figure(
         curve = roc(truth, model.score)
         at = np.unique(np.linspace(0, len(curve.threshold) - 1, style.MAX_POINTS // 2).astype(np.int64))
         names.append(f"AUC {model.figures['auc']:.2f}{model.intervals['auc'].in_brackets('.2f')}")
-        line = dict(width=1.6, dash="dot") if k >= len(ways) else dict(width=2.6)
-        same = dict(type="scatter", legendgroup=model.name)
+        line = {"width": 1.6, "dash": "dot"} if k >= len(ways) else {"width": 2.6}
+        same = {"type": "scatter", "legendgroup": model.name}
         traces += [
             dict(
                 name=f"{plain_text(model.title)}: {names[-1]}",
@@ -91,7 +99,7 @@ def roc_figure(
                 x=f32([1 - model.figures["specificity"]]),
                 y=f32([model.figures["sensitivity"]]),
                 mode="markers",
-                marker=dict(color=label_colour(k), size=9, symbol="diamond"),
+                marker={"color": label_colour(k), "size": 9, "symbol": "diamond"},
                 showlegend=False,
                 hovertemplate=f"threshold {model.threshold:.3f}: "
                 + "%{y:.1%} of leaks, %{x:.1%} false alarms<extra></extra>",
@@ -106,18 +114,22 @@ def roc_figure(
             False: f"not shown to be better than {standing}",
             None: "comparison with the baselines not possible",
         }[verdict.beats]
-    place = dict(x=0.98, xanchor="right", y=0.05, yanchor="bottom", yref="paper")
+    place = {"x": 0.98, "xanchor": "right", "y": 0.05, "yanchor": "bottom", "yref": "paper"}
     return styled_figure(
         traces,
         f"{names[0]}, {result}",
         f"{stamp}Diamonds: decision threshold. In brackets: 95 % confidence interval",
         height=520,
-        xaxis=dict(
-            title=dict(text="false alarm rate (share of recordings without a leak)"),
-            range=[-0.01, 1.01],
-            tickformat=".0%",
-        ),
-        yaxis=dict(title=dict(text="sensitivity (share of leaks)"), range=[-0.01, 1.02], tickformat=".0%"),
+        xaxis={
+            "title": {"text": "false alarm rate (share of recordings without a leak)"},
+            "range": [-0.01, 1.01],
+            "tickformat": ".0%",
+        },
+        yaxis={
+            "title": {"text": "sensitivity (share of leaks)"},
+            "range": [-0.01, 1.02],
+            "tickformat": ".0%",
+        },
         legend=dict(orientation="v", bgcolor="rgba(128,128,128,0.08)", **place),
     )
 
@@ -134,21 +146,21 @@ def auc_figure(
         colour = label_colour(k)
         ends = (own["auc_low"], own["auc_high"])
         traces.append(
-            dict(
-                type="scatter",
-                name=name,
-                x=f32(own["x"]),
-                y=f32(own["auc"]),
-                mode="lines+markers",
-                line=dict(color=colour, width=1.4 if k else 2.6, dash="dot" if k else "solid"),
-                marker=dict(color=colour, size=6 if k else 9),
-                error_y=error_bars(own["auc"], *ends, colour),
-                customdata=[f"{text}{Interval(*i)}" for text, *i in zip(own["text"], *ends)],
-                hovertemplate="AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
-            )
+            {
+                "type": "scatter",
+                "name": name,
+                "x": f32(own["x"]),
+                "y": f32(own["auc"]),
+                "mode": "lines+markers",
+                "line": {"color": colour, "width": 1.4 if k else 2.6, "dash": "dot" if k else "solid"},
+                "marker": {"color": colour, "size": 6 if k else 9},
+                "error_y": error_bars(own["auc"], *ends, colour),
+                "customdata": [f"{text}{Interval(*i)}" for text, *i in zip(own["text"], *ends)],
+                "hovertemplate": "AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
+            }
         )
-    fig = styled_figure(traces, title, note, height=460, xaxis=xaxis, yaxis=dict(title=dict(text="AUC")))
-    return fig.update_layout(margin=dict(b=44))
+    fig = styled_figure(traces, title, note, height=460, xaxis=xaxis, yaxis={"title": {"text": "AUC"}})
+    return fig.update_layout(margin={"b": 44})
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #3e9619ec
 def confusion_figure(model: ScoredModel, leak_label: str = "leak", *, stamp: str = "") -> "go.Figure":
@@ -157,29 +169,29 @@ def confusion_figure(model: ScoredModel, leak_label: str = "leak", *, stamp: str
     counts = np.array([[c.true_leak, c.missed_leak], [c.false_alarm, c.true_normal]])  # rows truth
     share = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
     leak = plain_text(leak_label)
-    cells = dict(
-        type="heatmap",
-        z=f32(np.array([[1, -1], [-1, 1]]) * share),  # right ones blue, wrong ones red
-        x=[f"called {leak}", "called normal"],
-        y=[f"{leak} ({counts[0].sum():,})", f"others ({counts[1].sum():,})"],
-        text=[[f"{n:,}<br>{p:.0f} %" for n, p in zip(*pair)] for pair in zip(counts, share)],
-        texttemplate="%{text}",
-        textfont=dict(size=15, color="#222"),
-        showscale=False,
-        zmin=-100,
-        zmax=100,
-        xgap=3,
-        ygap=3,
-        colorscale=[[0, "#E8875A"], [0.5, "#EDEDED"], [1, "#7DB4DC"]],
-        hovertemplate="%{y}, %{x}: %{text}<extra></extra>",
-    )
+    cells = {
+        "type": "heatmap",
+        "z": f32(np.array([[1, -1], [-1, 1]]) * share),  # right ones blue, wrong ones red
+        "x": [f"called {leak}", "called normal"],
+        "y": [f"{leak} ({counts[0].sum():,})", f"others ({counts[1].sum():,})"],
+        "text": [[f"{n:,}<br>{p:.0f} %" for n, p in zip(*pair)] for pair in zip(counts, share)],
+        "texttemplate": "%{text}",
+        "textfont": {"size": 15, "color": "#222"},
+        "showscale": False,
+        "zmin": -100,
+        "zmax": 100,
+        "xgap": 3,
+        "ygap": 3,
+        "colorscale": [[0, "#E8875A"], [0.5, "#EDEDED"], [1, "#7DB4DC"]],
+        "hovertemplate": "%{y}, %{x}: %{text}<extra></extra>",
+    }
     return styled_figure(
         [cells],
         f"{counted(c.missed_leak, 'leak')} missed and {counted(c.false_alarm, 'false alarm')} in {c.n:,} recordings",
         f"{stamp}{model.title}, threshold {model.threshold:.3f}; percentages per row",
         height=300,
-        xaxis=dict(side="bottom", showgrid=False),
-        yaxis=dict(autorange="reversed", showgrid=False),
+        xaxis={"side": "bottom", "showgrid": False},
+        yaxis={"autorange": "reversed", "showgrid": False},
     )
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #eca1f50e
@@ -198,26 +210,30 @@ def reliability_figure(
             texts.append(f"{values[name]} and share of leaks differ by {own.error:.2f} on average")
             n = own.n[own.n > 0]
             lines.append(
-                dict(
-                    type="scatter",
-                    name=name,
-                    x=f32(own.mean_score[own.n > 0]),
-                    y=f32(own.leak_share[own.n > 0]),
-                    mode="lines+markers",
-                    line=dict(color=colour, width=1.4),
-                    marker=dict(size=f32(7 + 23 * np.sqrt(n / n.max(initial=1))), color=colour, opacity=0.8),
-                    customdata=n,
-                    showlegend=calibrated is not None,
-                    hovertemplate=f"{name} %{{x:.2f}}: %{{y:.1%}} leaks of %{{customdata:,}} recordings<extra></extra>",
-                )
+                {
+                    "type": "scatter",
+                    "name": name,
+                    "x": f32(own.mean_score[own.n > 0]),
+                    "y": f32(own.leak_share[own.n > 0]),
+                    "mode": "lines+markers",
+                    "line": {"color": colour, "width": 1.4},
+                    "marker": {
+                        "size": f32(7 + 23 * np.sqrt(n / n.max(initial=1))),
+                        "color": colour,
+                        "opacity": 0.8,
+                    },
+                    "customdata": n,
+                    "showlegend": calibrated is not None,
+                    "hovertemplate": f"{name} %{{x:.2f}}: %{{y:.1%}} leaks of %{{customdata:,}} recordings<extra></extra>",
+                }
             )
     return styled_figure(
         lines,
         texts.pop(),
         stamp + ". ".join(["Bins of 0.1; on the diagonal, values are probabilities of a leak", *texts]),
         height=420,
-        xaxis=dict(title=dict(text="score or probability"), range=[-0.03, 1.03]),
-        yaxis=dict(title=dict(text="share of leaks"), range=[-0.06, 1.06], tickformat=".0%"),
+        xaxis={"title": {"text": "score or probability"}, "range": [-0.03, 1.03]},
+        yaxis={"title": {"text": "share of leaks"}, "range": [-0.06, 1.06], "tickformat": ".0%"},
     )
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #fcea6aeb
@@ -246,18 +262,18 @@ def group_figure(
     ):
         low, mid, high = found.reindex(2 * rows + k).to_numpy().T
         traces.append(
-            dict(
-                type="scatter",
-                name=name,
-                x=f32(mid),
-                y=f32(np.arange(len(rows)) + (0.16 if k else -0.16)),
-                mode="markers",
-                error_x=error_bars(mid, low, high, colour),
-                hovertemplate="%{hovertext}, %{fullData.name}: median %{x:.2f}, 80 % from %{customdata[0]:.2f} to %{customdata[1]:.2f}<extra></extra>",
-                marker=dict(color=colour, size=8, symbol=symbol),
-                customdata=f32(np.stack([low, high], 1)),
-                hovertext=[names[i] for i in rows],
-            )
+            {
+                "type": "scatter",
+                "name": name,
+                "x": f32(mid),
+                "y": f32(np.arange(len(rows)) + (0.16 if k else -0.16)),
+                "mode": "markers",
+                "error_x": error_bars(mid, low, high, colour),
+                "hovertemplate": "%{hovertext}, %{fullData.name}: median %{x:.2f}, 80 % from %{customdata[0]:.2f} to %{customdata[1]:.2f}<extra></extra>",
+                "marker": {"color": colour, "size": 8, "symbol": symbol},
+                "customdata": f32(np.stack([low, high], 1)),
+                "hovertext": [names[i] for i in rows],
+            }
         )
     title = f"No classification error in {groups.counted(len(names))}"
     if wrong.any():
@@ -268,17 +284,17 @@ def group_figure(
         title,
         f"{stamp}Median score; lines span the 10th to the 90th percentile; {len(rows)} of {len(names):,} rows",
         height=170 + 24 * len(rows),
-        xaxis=dict(
-            title=dict(text="score"),
-            range=[min(0, model.score.min()) - 0.02, max(1, model.score.max()) + 0.02],
-        ),
-        yaxis=dict(
-            tickvals=list(range(len(rows))),
-            ticktext=[f"{names[i]}  {wrong[i]:.0f} of {n[i]:,} wrong" for i in rows],
-            range=[len(rows) - 0.4, -0.6],
-        ),
+        xaxis={
+            "title": {"text": "score"},
+            "range": [min(0, model.score.min()) - 0.02, max(1, model.score.max()) + 0.02],
+        },
+        yaxis={
+            "tickvals": list(range(len(rows))),
+            "ticktext": [f"{names[i]}  {wrong[i]:.0f} of {n[i]:,} wrong" for i in rows],
+            "range": [len(rows) - 0.4, -0.6],
+        },
     )
-    return fig.add_vline(x=model.threshold, line=dict(color=style.TEXT_COLOUR, width=1, dash="dash"))
+    return fig.add_vline(x=model.threshold, line={"color": style.TEXT_COLOUR, "width": 1, "dash": "dash"})
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #537ff067
 MAX_ERRORS = 10
@@ -366,29 +382,29 @@ def spectrogram_figure(
         horizontal_spacing=0.07,
         subplot_titles=[t for own in titles for t in [*own, *[""] * (2 * n_cols - len(own))]],
     )
-    fig.update_annotations(font=dict(size=11, color=style.TEXT_COLOUR))
+    fig.update_annotations(font={"size": 11, "color": style.TEXT_COLOUR})
     for k, (s, (edges, times, picture)) in enumerate(zip(shown, pictures)):
         row, col = divmod(k, n_cols)
-        upper, lower = dict(row=2 * row + 1, col=col + 1), dict(row=2 * row + 2, col=col + 1)
+        upper, lower = {"row": 2 * row + 1, "col": col + 1}, {"row": 2 * row + 2, "col": col + 1}
         bands = np.arange(len(picture)) if spec is None else spec.mel_hz
         heat, scores = _traces(s, edges, times, bands, style.whole_db(picture, low, high))
         fig.add_trace(heat, **upper).add_trace(scores, **lower)
-        fig.add_hline(y=threshold, line=dict(color=style.TEXT_COLOUR, width=1, dash="dash"), **lower)
+        fig.add_hline(y=threshold, line={"color": style.TEXT_COLOUR, "width": 1, "dash": "dash"}, **lower)
         reach = [float(edges[0]), float(edges[-1])]
         fig.update_xaxes(range=reach, showticklabels=False, **upper)
-        fig.update_xaxes(range=reach, title=dict(text="time (s)", standoff=4), **lower)
+        fig.update_xaxes(range=reach, title={"text": "time (s)", "standoff": 4}, **lower)
         top = 1 - (row + 0.12) / n_rows  # below it the scores are close to their spectrogram
         fig.update_yaxes(domain=[top - 0.5 / n_rows, top], **upper)
         domain = [top - 0.74 / n_rows, top - 0.53 / n_rows]
         fig.update_yaxes(range=[-0.05, 1.05], tickvals=[0, 1], domain=domain, **lower)
         fig.layout.annotations[k].y = top
     fig.update_layout(
-        coloraxis=dict(
-            colorscale="Viridis",
-            cmin=low,
-            cmax=high,
-            colorbar=dict(title=dict(text="dB"), thickness=12, outlinewidth=0, len=0.5),
-        )
+        coloraxis={
+            "colorscale": "Viridis",
+            "cmin": low,
+            "cmax": high,
+            "colorbar": {"title": {"text": "dB"}, "thickness": 12, "outlinewidth": 0, "len": 0.5},
+        }
     )
     return style.apply_style(fig, title, note, 90 + 290 * n_rows)
 
@@ -410,26 +426,26 @@ def _traces(
     s: ScoredSpectrogram, edges: np.ndarray, times: np.ndarray, bands: np.ndarray, levels: np.ndarray
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     "Create the traces of the spectrogram and of the segment scores."
-    heat = dict(
-        type="heatmap",
-        z=levels,
-        x=f32(times),
-        y=f32(bands),
-        coloraxis="coloraxis",
-        name=s.title,
-        hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>",
-    )
+    heat = {
+        "type": "heatmap",
+        "z": levels,
+        "x": f32(times),
+        "y": f32(bands),
+        "coloraxis": "coloraxis",
+        "name": s.title,
+        "hovertemplate": "%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>",
+    }
     step = -(-len(edges) // style.MAX_POINTS)
-    scores = dict(
-        type="scatter",
-        x=f32(edges[::step]),
-        y=f32(np.append(s.scores, s.scores[-1])[::step]),
-        mode="lines",
-        line=dict(shape="hv", width=1.4, color=s.colour),
-        name=s.title,
-        showlegend=False,
-        hovertemplate="%{y:.2f} from %{x:.2f} s<extra></extra>",
-    )
+    scores = {
+        "type": "scatter",
+        "x": f32(edges[::step]),
+        "y": f32(np.append(s.scores, s.scores[-1])[::step]),
+        "mode": "lines",
+        "line": {"shape": "hv", "width": 1.4, "color": s.colour},
+        "name": s.title,
+        "showlegend": False,
+        "hovertemplate": "%{y:.2f} from %{x:.2f} s<extra></extra>",
+    }
     return heat, scores
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #f23da116

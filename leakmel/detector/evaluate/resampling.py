@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import pandas as pd
 
-from leakmel.recordings.labels import LabelTable, counts_text
 from leakmel.core.cluster import Cluster
 from leakmel.core.comparison import text_column
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import write_whole
-from leakmel.core.progress import Progress
 from leakmel.core.operation import RowTable, user_path, write_summary
-from leakmel.pages.plots import plain_text
+from leakmel.core.progress import Progress
+from leakmel.detector.data.segments import Task
 from leakmel.detector.data.splits import (
     Group,
     can_be_left_out,
@@ -37,17 +36,18 @@ from leakmel.detector.data.splits import (
     recordings_of,
     recordings_table,
 )
-from leakmel.detector.data.segments import Task
 from leakmel.detector.evaluate.plots import auc_figure, reliability_figure, roc_figure
 from leakmel.detector.metrics import significance as stats
 from leakmel.detector.metrics.metrics import HeldOutScores, cross_calibrated, leak_metrics, reliability
-from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features
 from leakmel.detector.model.files import pick_device, require_result
 from leakmel.detector.model.settings import TrainSettings
+from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features
 from leakmel.detector.train import folds
-from leakmel.detector.train.folds import Fit, NO_CHOICE, QUALITY
-from leakmel.detector.train.state import Sources, TrainingData, open_training
+from leakmel.detector.train.folds import NO_CHOICE, QUALITY, Fit
 from leakmel.detector.train.loop import folder_lock
+from leakmel.detector.train.state import Sources, TrainingData, open_training
+from leakmel.pages.plots import plain_text
+from leakmel.recordings.labels import LabelTable, counts_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -501,20 +501,20 @@ class Generalisation(Resampled):
             for k, (n, m) in enumerate(found.models.items())
         ]
         titles = [" = ".join(map(stats.group_noun, (g["by"], *g["same_groups"]))) for g in shown]
-        axis = dict(
-            title=dict(text="folds by (harder test to the right)"),
-            tickvals=list(range(len(shown))),
-            ticktext=[f"{plain_text(t)}<br>{g['groups']:,} groups" for t, g in zip(titles, shown)],
-            range=[-0.4, len(shown) - 0.6],
-            showgrid=False,
-        )
+        axis = {
+            "title": {"text": "folds by (harder test to the right)"},
+            "tickvals": list(range(len(shown))),
+            "ticktext": [f"{plain_text(t)}<br>{g['groups']:,} groups" for t, g in zip(titles, shown)],
+            "range": [-0.4, len(shown) - 0.6],
+            "showgrid": False,
+        }
         fig = auc_figure(
             pd.DataFrame(points),
             re.split(r"[.:] ", self.answer["text"])[0],
             "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals",
             axis,
         )
-        return {"generalisation": fig.add_hline(y=0.5, line=dict(width=1, dash="dash", color="#7a7a7a"))}
+        return {"generalisation": fig.add_hline(y=0.5, line={"width": 1, "dash": "dash", "color": "#7a7a7a"})}
 
 # %% ../../../nbs/detector/evaluate/resampling.ipynb #ge000019
 def _plan_groupings(
@@ -676,7 +676,7 @@ class LearningCurve(Resampled):
                 points,
                 title,
                 "The same held-out recordings for every point; bars: 95 % confidence intervals",
-                dict(title=dict(text="labelled recordings in training"), rangemode="tozero"),
+                {"title": {"text": "labelled recordings in training"}, "rangemode": "tozero"},
             )
         }
 

@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike
 
 from leakmel.core.errors import DataError, UsageError
 
-
 FIGURES = ("accuracy", "balanced_accuracy", "precision", "sensitivity", "specificity", "f1", "auc")
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from leakmel.core.errors import show_path
 from leakmel.core.parameters import check_types, field_kinds
-from leakmel.detector.data.splits import LEAKY_SPLIT, recordings_table
 from leakmel.detector.data.segments import Segments
+from leakmel.detector.data.splits import LEAKY_SPLIT, recordings_table
 from leakmel.detector.metrics.metrics import HeldOutScores
 from leakmel.detector.metrics.significance import Groups, ScoredModel, Verdict, plain
 

@@ -6,7 +6,10 @@
 __all__ = []
 
 # %% ../../../nbs/detector/model/detector.ipynb #a4e28ae7
-import json, math, os, re
+import json
+import math
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -20,8 +23,6 @@ from torch import Tensor, nn
 
 from leakmel.core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
 from leakmel.core.files import write_whole
-from leakmel.mel.spec import MelSpec
-from leakmel.mel.torch_engine import full_float32_precision
 from leakmel.detector.data.segments import Segments, Task, open_loader
 from leakmel.detector.metrics.metrics import UNCHOSEN, VOTES, HeldOutScores, vote_scores
 from leakmel.detector.model import card
@@ -35,6 +36,8 @@ from leakmel.detector.model.files import (
 )
 from leakmel.detector.model.net import LeakNet, NetSettings
 from leakmel.detector.model.spectral import SpectralClassifier, SpectralSettings
+from leakmel.mel.spec import MelSpec
+from leakmel.mel.torch_engine import full_float32_precision
 
 # %% ../../../nbs/detector/model/detector.ipynb #cl000005
 _MIN_PROBABILITY = 1e-6  # the logit of 0 is infinite

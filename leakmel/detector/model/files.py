@@ -6,7 +6,15 @@
 __all__ = []
 
 # %% ../../../nbs/detector/model/files.ipynb #9a6b4d05
-import ctypes, io, logging, os, pickle, re, stat, sys, warnings
+import ctypes
+import io
+import logging
+import os
+import pickle
+import re
+import stat
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -15,7 +23,6 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 
-from leakmel.recordings.wav import digest_of
 from leakmel.core.errors import (
     DataError,
     LeakmelError,
@@ -27,6 +34,7 @@ from leakmel.core.errors import (
 )
 from leakmel.core.files import read_own_json, sealed, sealed_json, unsealed, write_errors, write_whole
 from leakmel.mel.engines import DEVICES
+from leakmel.recordings.wav import digest_of
 
 _LOG = logging.getLogger("leakmel")
 

@@ -6,7 +6,11 @@
 __all__ = ['MAX_SHOWN', 'Predictions', 'predict']
 
 # %% ../../../nbs/detector/predict/predict.ipynb #cf09156b
-import errno, math, os, re, time
+import errno
+import math
+import os
+import re
+import time
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,12 +21,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from leakmel.recordings.conform import native
-from leakmel.recordings.naming import columns_of_names
-from leakmel.recordings.manifest import Manifest
-from leakmel.recordings.tables import has_columns
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from leakmel.core.errors import DataError, EngineError, OutputError, UsageError, show_path, write_error
+from leakmel.core.export import path_columns, require_package, write_table
 from leakmel.core.files import replacing
 from leakmel.core.progress import Progress
 from leakmel.core.store import absolute_folder, output_path
@@ -32,10 +33,13 @@ from leakmel.detector.metrics.metrics import VOTES, Calibration, alarm_threshold
 from leakmel.detector.model.card import EvaluationRecord, Provenance, evaluation_result, evaluation_text
 from leakmel.detector.model.detector import Detector, load_detector, required_spec
 from leakmel.detector.model.files import model_file, pick_device, require_kind
-from leakmel.core.export import path_columns, require_package, write_table
 from leakmel.detector.predict import scoring as scorers
 from leakmel.detector.predict.scoring import ParsedNames, RecordingList, block_sizes, find_recordings
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.conform import native
+from leakmel.recordings.manifest import Manifest
+from leakmel.recordings.naming import columns_of_names
+from leakmel.recordings.tables import has_columns
 
 if TYPE_CHECKING:
     import pandas as pd

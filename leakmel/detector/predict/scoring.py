@@ -6,7 +6,10 @@
 __all__ = []
 
 # %% ../../../nbs/detector/predict/scoring.ipynb #65b2e370
-import logging, os, sys, threading
+import logging
+import os
+import sys
+import threading
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -20,12 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from leakmel.recordings import listing as listings
-from leakmel.recordings.conform import add_faults, quality, quality_figures
-from leakmel.recordings.listing import FoundFiles, Listing, split_folders
-from leakmel.recordings.manifest import Manifest, check_manifest
-from leakmel.recordings.naming import NameParts, Naming, parse_name, split_name
-from leakmel.recordings.wav import close_read, open_regular, read_wav
 from leakmel.core.errors import (
     DataError,
     EngineError,
@@ -39,9 +36,9 @@ from leakmel.core.monitor import free_memory, usable_cores
 from leakmel.core.progress import DelayedProgress, Progress, size_text
 from leakmel.core.store import LocalCopies
 from leakmel.core.threads import ThreadGroup, run_threads
-from leakmel.dataset.schema import Rejected
 from leakmel.dataset.config import batch_files, slot_bytes
 from leakmel.dataset.loader import FACTS, PLAIN, BatchReader, Slot, may_be_plain
+from leakmel.dataset.schema import Rejected
 from leakmel.detector.data.segments import conform_recording, cut_into_rows
 from leakmel.detector.model.detector import Detector, required_spec
 from leakmel.detector.model.files import AdaptiveBatches, memory_guard
@@ -49,6 +46,12 @@ from leakmel.mel.device import Device, open_devices
 from leakmel.mel.device_engine import open_chain
 from leakmel.mel.engines import COMPARISON_ENGINES, DEVICE_ENGINES, ENGINES, Engine, open_engine
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings import listing as listings
+from leakmel.recordings.conform import add_faults, quality, quality_figures
+from leakmel.recordings.listing import FoundFiles, Listing, split_folders
+from leakmel.recordings.manifest import Manifest, check_manifest
+from leakmel.recordings.naming import NameParts, Naming, parse_name, split_name
+from leakmel.recordings.wav import close_read, open_regular, read_wav
 
 # %% ../../../nbs/detector/predict/scoring.ipynb #7e6c76f1
 def _below_split(path: bytes) -> bytes:

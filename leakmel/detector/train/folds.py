@@ -22,23 +22,23 @@ from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
 
 from leakmel import __version__
-from leakmel.recordings.wav import digest_of
 from leakmel.core.cluster import Cluster, open_cluster, run_tasks
 from leakmel.core.errors import DataError
 from leakmel.core.files import read_own, sealed, write_whole
 from leakmel.core.monitor import free_memory, usable_cores
 from leakmel.core.progress import Progress
 from leakmel.core.threads import safe_module_path
-from leakmel.detector.data.splits import Group, divide_groups, join_groups, label_counts, recordings_of
 from leakmel.detector.data.segments import Segments
+from leakmel.detector.data.splits import Group, divide_groups, join_groups, label_counts, recordings_of
 from leakmel.detector.metrics import significance as stats
 from leakmel.detector.metrics.metrics import HeldOutScores, choose_rule, leak_metrics, logit, vote_scores
 from leakmel.detector.model import spectral
-from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines
 from leakmel.detector.model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
 from leakmel.detector.model.detector import BlendClassifier, BlendSettings, Detector, platt, score_rows
 from leakmel.detector.model.settings import SPEED_ONLY, TrainSettings, with_length
+from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines
 from leakmel.detector.train.state import TrainingData, TrainingState, detector_facts, detector_of
+from leakmel.recordings.wav import digest_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,7 +6,14 @@
 __all__ = ['SAMPLE_S', 'TrainResult', 'train_network', 'train']
 
 # %% ../../../nbs/detector/train/loop.ipynb #bf27695c
-import json, logging, math, os, signal, threading, time, warnings
+import json
+import logging
+import math
+import os
+import signal
+import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,21 +25,20 @@ from typing import Any, BinaryIO, Literal, Self
 import numpy as np
 import pandas as pd
 
-from leakmel.recordings.labels import LabelTable, counts_text
-from leakmel.recordings.wav import digest_of
 from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import Monitor
-from leakmel.core.progress import announce
 from leakmel.core.operation import RowTable, user_path, write_summary
+from leakmel.core.progress import announce
 from leakmel.detector.data.segments import BINARY, LEFT_OUT
 from leakmel.detector.data.splits import Group, Split, recordings_table
+from leakmel.detector.model import files
 from leakmel.detector.model.card import evaluation_result, evaluation_text
 from leakmel.detector.model.cards import is_card, update_card
 from leakmel.detector.model.detector import Detector, load_detector, steps_of
-from leakmel.detector.model import files
 from leakmel.detector.model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
+from leakmel.detector.train import state as states
 from leakmel.detector.train.folds import (
     Choice,
     FoldTrainer,
@@ -41,9 +47,10 @@ from leakmel.detector.train.folds import (
     joined_groups,
     with_decision,
 )
-from leakmel.detector.train import state as states
 from leakmel.detector.train.state import EpochFigures, Sources, TrainingData, TrainingDisplay, TrainingState
 from leakmel.detector.train.step import loader_advice
+from leakmel.recordings.labels import LabelTable, counts_text
+from leakmel.recordings.wav import digest_of
 
 _LOG = logging.getLogger("leakmel")
 

@@ -6,7 +6,11 @@
 __all__ = []
 
 # %% ../../../nbs/detector/train/state.ipynb #ea37141d
-import json, math, os, time, warnings
+import json
+import math
+import os
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -20,15 +24,11 @@ import torch
 from torch import Tensor
 
 from leakmel import __version__
-from leakmel.recordings.labels import LabelTable, joint_counts, read_labels
-from leakmel.recordings.wav import digest_of
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import write_whole
-from leakmel.core.timeline import mean, peak
 from leakmel.core.progress import DelayedProgress, Progress, announce
-from leakmel.core.timeline import Timeline
+from leakmel.core.timeline import Timeline, mean, peak
 from leakmel.dataset.reader import MelDataset, read_rows
-from leakmel.pages.plots import f32, styled_figure
 from leakmel.detector.data.segments import (
     DataSource,
     Segments,
@@ -48,6 +48,9 @@ from leakmel.detector.model.files import memory_guard
 from leakmel.detector.model.net import LeakNet, NetSettings, band_statistics
 from leakmel.detector.model.settings import SPEED_ONLY, TrainSettings, with_length
 from leakmel.detector.train.step import StepFigures, Stepper, StepTimer, seeded_random, step_seed
+from leakmel.pages.plots import f32, styled_figure
+from leakmel.recordings.labels import LabelTable, joint_counts, read_labels
+from leakmel.recordings.wav import digest_of
 
 # %% ../../../nbs/detector/train/state.ipynb #7f5a4da2
 Sources = DataSource | Sequence[DataSource]
@@ -142,7 +145,7 @@ def open_training(
         stack.callback(close_opened, both, every)
         opened, held = both[: len(given)], both[len(given) :]
         task = make_task(opened[0].class_names, leak_label, kind=kind, leave_out=leave_out)
-        some: dict[str, Any] = dict(task=task, preload_to_ram=settings.preload_to_ram, progress=progress)
+        some: dict[str, Any] = {"task": task, "preload_to_ram": settings.preload_to_ram, "progress": progress}
         rows = validation_rows = None  # all
         if held:
             parts = {"training": opened, "validation": held}
@@ -337,17 +340,17 @@ def learning_curves(
         "F1 of validation": ("f1", F1_COLOR, "y2"),
     }
     traces = [
-        dict(
-            type="scatter",
-            name=name,
-            x=table.index.tolist(),
-            y=f32(table[column].tolist()),
-            yaxis=axis,
-            mode="lines+markers" if len(table) < 60 else "lines",
-            marker=dict(size=5),
-            line=dict(color=colour, width=2),
-            hovertemplate="epoch %{x}: %{y:.4f}<extra>%{fullData.name}</extra>",
-        )
+        {
+            "type": "scatter",
+            "name": name,
+            "x": table.index.tolist(),
+            "y": f32(table[column].tolist()),
+            "yaxis": axis,
+            "mode": "lines+markers" if len(table) < 60 else "lines",
+            "marker": {"size": 5},
+            "line": {"color": colour, "width": 2},
+            "hovertemplate": "epoch %{x}: %{y:.4f}<extra>%{fullData.name}</extra>",
+        }
         for name, (column, colour, axis) in curves.items()
         if np.isfinite(table[column]).any()
     ]
@@ -364,17 +367,24 @@ def learning_curves(
         overfits = last.val_loss > 1.25 * least.val_loss and last.loss < least.loss
         end = f"; from epoch {least.epoch} on it overfits" if overfits else ""
         title = f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}{end}"
-    f1_axis = dict(overlaying="y", side="right", range=[0, 1.02], dtick=0.2, showgrid=False, automargin=True)
+    f1_axis = {
+        "overlaying": "y",
+        "side": "right",
+        "range": [0, 1.02],
+        "dtick": 0.2,
+        "showgrid": False,
+        "automargin": True,
+    }
     fig = styled_figure(
         traces,
         title,
         note,
         height=380,
-        xaxis=dict(title=dict(text="epoch"), dtick=max(1, len(table) // 10)),
-        yaxis=dict(title=dict(text="loss (nats)"), rangemode="tozero"),
-        yaxis2=dict(title=dict(text="F1 of recordings", standoff=12), **f1_axis),
+        xaxis={"title": {"text": "epoch"}, "dtick": max(1, len(table) // 10)},
+        yaxis={"title": {"text": "loss (nats)"}, "rangemode": "tozero"},
+        yaxis2=dict(title={"text": "F1 of recordings", "standoff": 12}, **f1_axis),
     )
-    return fig.add_vline(best, line=dict(color="rgba(128,128,128,0.6)", dash="dot")) if best else fig
+    return fig.add_vline(best, line={"color": "rgba(128,128,128,0.6)", "dash": "dot"}) if best else fig
 
 # %% ../../../nbs/detector/train/state.ipynb #dc006e43
 _SHOWN = ["loss", "val_loss", "val_segment_accuracy", "f1", "auc", "batches_per_s", "seconds"]

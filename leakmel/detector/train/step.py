@@ -6,12 +6,14 @@
 __all__ = []
 
 # %% ../../../nbs/detector/train/step.ipynb #df05bfe9
-import math, time
+import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,8 @@ from torch import Tensor, nn
 from leakmel.core.errors import MachineError
 from leakmel.core.timeline import nvtx_range
 from leakmel.detector.data.segments import Batch, Task
-from leakmel.detector.model.files import AdaptiveBatches, keep_freed_memory, memory_guard
 from leakmel.detector.model import net as nets
+from leakmel.detector.model.files import AdaptiveBatches, keep_freed_memory, memory_guard
 from leakmel.detector.model.net import LeakNet
 from leakmel.detector.model.settings import TrainSettings
 from leakmel.mel.torch_engine import full_float32_precision
@@ -73,7 +75,7 @@ def micro_batch_slices(n: int, most: int) -> list[slice]:
     "Cut a batch of `n` items into micro-batches of at most `most`, of equal length as far as possible."
     k = -(-n // most)
     ends = [n * i // k for i in range(k + 1)]
-    return [slice(a, b) for a, b in zip(ends, ends[1:])]
+    return [slice(a, b) for a, b in pairwise(ends)]
 
 # %% ../../../nbs/detector/train/step.ipynb #1d11eee7
 @dataclass(frozen=True, eq=False)

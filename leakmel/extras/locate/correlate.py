@@ -7,7 +7,9 @@ __all__ = ['WATER_BULK_MODULUS_GPA', 'WATER_DENSITY', 'SOIL_SHEAR_GPA', 'Z95', '
            'correlate']
 
 # %% ../../../nbs/extras/locate/correlate.ipynb #a1c30003
-import html, math, os
+import html
+import math
+import os
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from statistics import NormalDist
@@ -16,10 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import fft, ndimage, signal
 
-from leakmel.recordings.naming import iso_time, parse_name
-from leakmel.recordings.wav import Recording, read_wav
 from leakmel.core.errors import DataError, UsageError
-from leakmel.pages.plots import MAX_POINTS, Trace, apply_style, f32, label_colour, styled_subplots
 from leakmel.extras.locate.cross_spectra import (
     METHODS,
     CrossSpectra,
@@ -28,6 +27,9 @@ from leakmel.extras.locate.cross_spectra import (
     cross_spectra,
     estimate_delay,
 )
+from leakmel.pages.plots import MAX_POINTS, Trace, apply_style, f32, label_colour, styled_subplots
+from leakmel.recordings.naming import iso_time, parse_name
+from leakmel.recordings.wav import Recording, read_wav
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -277,13 +279,13 @@ class Correlation:
         "Draw the correlogram over the position, the coherence, and the phase with its fit."
         fig = styled_subplots(rows=3, cols=1, vertical_spacing=0.13, row_heights=[0.5, 0.25, 0.25])
         for row, trace in correlation_traces(self):
-            fig.add_trace(dict(type="scatter", showlegend=row == 1) | trace, row=row, col=1)
-        place: dict[str, Any] = dict(col=1, line_width=1, line_color="#7a7a7a")
+            fig.add_trace({"type": "scatter", "showlegend": row == 1} | trace, row=row, col=1)
+        place: dict[str, Any] = {"col": 1, "line_width": 1, "line_color": "#7a7a7a"}
         fig.add_hline(y=self.curves.spectra.threshold, line_dash="dash", row=2, **place)
         for at in (0, self.distance_m):
             fig.add_vline(x=at, row=1, **place)
         if self.low_m is not None:
-            shade: Any = dict(fillcolor=label_colour(2), opacity=0.2, line_width=0)
+            shade: Any = {"fillcolor": label_colour(2), "opacity": 0.2, "line_width": 0}
             fig.add_vrect(x0=self.low_m, x1=self.high_m, row=1, col=1, **shade)
         names = {"xaxis": "position from logger a (m)", "xaxis3": "frequency (Hz)"}
         names |= {"yaxis": "correlation", "yaxis2": "coherence", "yaxis3": "phase (rad)"}
@@ -411,7 +413,7 @@ def _pipe(
     values |= {"speed_error_m_s": speed_error_m_s, "distance_error_m": distance_error_m}
     for name, value in values.items():
         is_positive = name in ("distance_m", "speed_m_s")
-        if not math.isfinite(value) or value < 0 or is_positive and value == 0:
+        if not math.isfinite(value) or value < 0 or (is_positive and value == 0):
             raise UsageError(
                 f"{name} is not valid",
                 code="wrong-value",
@@ -615,29 +617,37 @@ def correlation_traces(
         lags, heights = correlogram(x, name)
         shown = np.abs(lags) <= 1.2 * c.most_s
         lags, heights = _thin(lags[shown] + c.correction_s, heights[shown])
-        curve = dict(
-            x=f32((found.distance_m + found.speed_m_s * lags) / 2),
-            y=f32(heights),
-            customdata=f32(1000 * lags),
-            name=name,
-            line=dict(color=label_colour(k), width=1.4),
-            visible=True if name == found.method.replace("phase", "ml") else "legendonly",
-            hovertemplate="%{x:.1f} m, %{customdata:.2f} ms: %{y:.2f}<extra>%{fullData.name}</extra>",
-        )
+        curve = {
+            "x": f32((found.distance_m + found.speed_m_s * lags) / 2),
+            "y": f32(heights),
+            "customdata": f32(1000 * lags),
+            "name": name,
+            "line": {"color": label_colour(k), "width": 1.4},
+            "visible": True if name == found.method.replace("phase", "ml") else "legendonly",
+            "hovertemplate": "%{x:.1f} m, %{customdata:.2f} ms: %{y:.2f}<extra>%{fullData.name}</extra>",
+        }
         traces.append((1, curve))
     f, coherence = _thin(x.freqs_hz[x.in_band], x.coherence()[x.in_band])
-    line = dict(color=label_colour(0), width=1.2)
+    line = {"color": label_colour(0), "width": 1.2}
     omega, ab = (v[x.coherent][:: -(-len(v) // MAX_POINTS)] for v in (2 * np.pi * x.freqs_hz, x.mean(x.ab)))
     # unwrapped about the line of the delay
     phase = np.angle(ab * np.exp(1j * omega * (c.delay_s - c.correction_s))) - omega * c.delay_s
-    dots = dict(mode="markers", marker=dict(color=label_colour(1), size=3))
+    dots = {"mode": "markers", "marker": {"color": label_colour(1), "size": 3}}
     traces += [
-        (2, dict(x=f32(f), y=f32(coherence), name="coherence", line=line)),
+        (2, {"x": f32(f), "y": f32(coherence), "name": "coherence", "line": line}),
         (3, dict(x=f32(omega / (2 * np.pi)), y=f32(phase), name="phase", **dots)),
     ]
     if found.delay_s is not None:
         ends = f32(f[[0, -1]])
         traces.append(
-            (3, dict(x=ends, y=-2 * np.pi * ends * found.delay_s, name="phase of the delay", line=line))
+            (
+                3,
+                {
+                    "x": ends,
+                    "y": -2 * np.pi * ends * found.delay_s,
+                    "name": "phase of the delay",
+                    "line": line,
+                },
+            )
         )
     return traces

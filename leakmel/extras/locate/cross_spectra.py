@@ -15,8 +15,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from scipy import signal, special
 
-from leakmel.recordings.wav import Recording, digest_of
 from leakmel.core.errors import DataError, UsageError
+from leakmel.recordings.wav import Recording, digest_of
 
 # %% ../../../nbs/extras/locate/cross_spectra.ipynb #a1c10005
 def synthetic_pair(
@@ -153,7 +153,7 @@ def cross_spectra(
     in_group = n_segments // n_groups
     n_long = (in_group - 1) * hop + n_samples
     x, y = (sliding_window_view(s, n_long)[:: in_group * hop][:n_groups] for s in (a, b))  # [G, n_long]
-    given = dict(fs=sample_rate, window="hann", nperseg=n_samples, noverlap=n_samples - hop)
+    given = {"fs": sample_rate, "window": "hann", "nperseg": n_samples, "noverlap": n_samples - hop}
     f, ab = signal.csd(y, x, **given)
     aa, bb = (signal.welch(s, **given)[1] for s in (x, y))
     return CrossSpectra(

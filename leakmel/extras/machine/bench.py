@@ -6,7 +6,16 @@
 __all__ = []
 
 # %% ../../../nbs/extras/machine/bench.ipynb #537adf4e
-import itertools, json, math, mmap, os, random, shlex, sys, tempfile, time
+import itertools
+import json
+import math
+import mmap
+import os
+import random
+import shlex
+import sys
+import tempfile
+import time
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +31,6 @@ from typing import Any
 import numpy as np
 
 import leakmel as lm
-from leakmel.recordings.manifest import Manifest, check_manifest
-from leakmel.recordings.wav import cached_share
-from leakmel.recordings.demo import WAV_BYTES, split_counts, write_demo
 from leakmel.core import errors
 from leakmel.core.errors import show_path
 from leakmel.core.files import write_whole
@@ -32,11 +38,14 @@ from leakmel.core.monitor import free_memory, machine_facts, usable_cores
 from leakmel.core.parameters import answer_unknown
 from leakmel.core.progress import Progress
 from leakmel.core.threads import start_process
+from leakmel.core.timeline import aligned
 from leakmel.dataset import config as runs
 from leakmel.dataset.inputs import SpecLike, decide_spec
 from leakmel.dataset.publish import BuildResult
-from leakmel.core.timeline import aligned
 from leakmel.pages.plots import f32, label_colour, styled_figure
+from leakmel.recordings.demo import WAV_BYTES, split_counts, write_demo
+from leakmel.recordings.manifest import Manifest, check_manifest
+from leakmel.recordings.wav import cached_share
 
 # %% ../../../nbs/extras/machine/bench.ipynb #87c1bc31
 # resources and output of a completed command: seconds from start to end of the process, seconds of user and system,
@@ -711,8 +720,9 @@ def tune_table(f: Mapping[str, Any]) -> str:
     lines = [f"{sample}; engine {f['engine']}, {machine['n_cores']} cores ({machine['cpu']})"]
     for cache, scores in f["builds"].items():
         rows: list[tuple[str, ...]] = [(f"builds, {cache} cache", "files/s", "range", "rounds")]
-        for x in scores:
-            rows.append((f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), str(x["rounds"])))
+        rows.extend(
+            (f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), str(x["rounds"])) for x in scores
+        )
         lines += ["", aligned(rows), *(f"{x['name']}: {x['failure'][:90]}" for x in scores if x["failure"])]
     verdict = f"{f['verified']['verdict']}, with the same bytes as the defaults"
     stored = [f"stored for later builds in {f['path']}"] if "path" in f else []
@@ -730,23 +740,23 @@ def tune_plot(
         return styled_figure([], "No setting was measured", height=120)
     return styled_figure(
         [
-            dict(
-                type="bar",
-                x=f32([s["files_per_s"] for s in scores]),
-                y=[s["name"] for s in scores],
-                orientation="h",
-                marker=dict(color=label_colour(0)),
-                error_x=dict(
-                    type="data",
-                    array=f32([s["most"] - s["files_per_s"] for s in scores]),
-                    arrayminus=f32([s["files_per_s"] - s["least"] for s in scores]),
-                    thickness=1,
-                ),
-            )
+            {
+                "type": "bar",
+                "x": f32([s["files_per_s"] for s in scores]),
+                "y": [s["name"] for s in scores],
+                "orientation": "h",
+                "marker": {"color": label_colour(0)},
+                "error_x": {
+                    "type": "data",
+                    "array": f32([s["most"] - s["files_per_s"] for s in scores]),
+                    "arrayminus": f32([s["files_per_s"] - s["least"] for s in scores]),
+                    "thickness": 1,
+                },
+            }
         ],
         f"{scores[0]['files_per_s']:,.0f} files/s with {scores[0]['name']}, {cache} page cache",
         f"Median of the rounds, {figures['n_files']:,} recordings; lines: slowest and fastest round",
         height=130 + 26 * len(scores),
-        xaxis=dict(title=dict(text="files/s"), rangemode="tozero"),
-        yaxis=dict(title=dict(text=""), autorange="reversed"),
+        xaxis={"title": {"text": "files/s"}, "rangemode": "tozero"},
+        yaxis={"title": {"text": ""}, "autorange": "reversed"},
     )

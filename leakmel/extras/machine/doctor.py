@@ -6,7 +6,12 @@
 __all__ = []
 
 # %% ../../../nbs/extras/machine/doctor.ipynb #e3e3dba1
-import itertools, math, os, platform, tempfile, time
+import itertools
+import math
+import os
+import platform
+import tempfile
+import time
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -112,9 +117,9 @@ MAX_ENTRIES = 5000  # files and folders that are searched for recordings
 
 def measure_recordings(folder: Path) -> Figures:
     "Find out whether the recordings of a folder can be built with inferred settings."
+    from leakmel.dataset.inputs import propose_build
     from leakmel.recordings.listing import is_recording_name, is_system_folder
     from leakmel.recordings.manifest import scan
-    from leakmel.dataset.inputs import propose_build
 
     if not any(
         is_recording_name(os.fsencode(path.name))
@@ -159,8 +164,9 @@ def measure_hdf5(folder: Path) -> Figures:
 def measure_compiled() -> Figures:
     "Read the vector instructions of numba, and find out whether its compiled code can be stored."
     from numba.core.registry import cpu_target
-    from leakmel.recordings import native
+
     from leakmel.mel import cpu_engine
+    from leakmel.recordings import native
 
     has = str(cpu_target.target_context.codegen().magic_tuple())
     vectors = "AVX-512" if "+avx512f" in has else "AVX2" if "+avx2" in has else "NEON or SSE"
@@ -177,6 +183,7 @@ def measure_compiled() -> Figures:
 def measure_gpu() -> Figures:
     "Read what driver and torch tell of the first GPU; raises EngineUnavailable without a driver."
     import torch
+
     from leakmel.mel.engines import EngineUnavailable, may_have_cuda
 
     if not may_have_cuda():
@@ -197,6 +204,7 @@ def measure_gpu() -> Figures:
 def measure_engine(name: str, device: str = "cpu") -> Figures:
     "Compare an engine of ENGINES with the reference; raises EngineUnavailable."
     import numpy as np
+
     from leakmel.mel.engines import check_recording, compute_in_lane, load_class
     from leakmel.mel.spec import MelSpec, compare, reference_features
 
@@ -546,17 +554,17 @@ def agreement_plot(report: Report) -> Any:  # go.Figure
     largest = [f["max_abs_db"] for f in compared]
     return styled_figure(
         [
-            dict(
-                type="bar",
-                x=f32(largest),
-                y=[f["identity"] for f in compared],
-                orientation="h",
-                marker=dict(color=label_colour(0)),
-            )
+            {
+                "type": "bar",
+                "x": f32(largest),
+                "y": [f["identity"] for f in compared],
+                "orientation": "h",
+                "marker": {"color": label_colour(0)},
+            }
         ],
         f"Engines differ from the reference by at most {max(largest, default=0.0):.3f} dB",
         "Largest difference in the upper 90 dB of a check recording; engines that cannot run here are left out",
         height=130 + 30 * len(compared),
-        xaxis=dict(title=dict(text="largest difference (dB)"), rangemode="tozero"),
-        yaxis=dict(title=dict(text=""), autorange="reversed"),
+        xaxis={"title": {"text": "largest difference (dB)"}, "rangemode": "tozero"},
+        yaxis={"title": {"text": ""}, "autorange": "reversed"},
     )

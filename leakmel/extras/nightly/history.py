@@ -6,7 +6,10 @@
 __all__ = ['is_state_folder', 'export_history']
 
 # %% ../../../nbs/extras/nightly/history.ipynb #944fc518
-import os, sqlite3, stat, time
+import os
+import sqlite3
+import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
@@ -18,10 +21,10 @@ from typing import Any, Self
 import xxhash
 
 from leakmel.core.errors import DataError, OutputError, SpaceError, UsageError, missing_remedy, write_error
+from leakmel.core.export import ExportResult, parse_time, require_package, tree_size, write_table
 from leakmel.core.locks import OutputLock, new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
-from leakmel.core.export import ExportResult, parse_time, require_package, tree_size, write_table
 
 # %% ../../../nbs/extras/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"
@@ -188,7 +191,7 @@ class History:
         sql = "SELECT application_id, user_version FROM pragma_application_id, pragma_user_version"
         numbers = self.db.execute(sql).fetchone()
         stored = dict(self.db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 50"))
-        if not exists or not stored and not any(numbers):
+        if not exists or (not stored and not any(numbers)):
             for sql in ("BEGIN IMMEDIATE", *_SCHEMA.values()):
                 self.db.execute(sql)
             self.db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
@@ -331,7 +334,7 @@ def _pages(history: History, sql: str) -> Iterator[dict[str, list[Any]]]:
 def is_state_folder(path: str | os.PathLike) -> bool:
     "Whether a path is the state folder of nightly runs, or the history in it."
     given = Path(path)
-    return given.name == HISTORY_FILE and given.is_file() or (given / HISTORY_FILE).is_file()
+    return (given.name == HISTORY_FILE and given.is_file()) or (given / HISTORY_FILE).is_file()
 
 
 def export_history(

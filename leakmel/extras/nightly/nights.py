@@ -6,7 +6,10 @@
 __all__ = []
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #3e3aa296
-import json, math, os, re
+import json
+import math
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -20,8 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.recordings.tables import csv_table, dashed_date, read_text
-from leakmel.recordings.wav import read_wav
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
 from leakmel.core.progress import Progress
@@ -31,6 +32,8 @@ from leakmel.detector.model.detector import Detector, required_spec, spec_differ
 from leakmel.extras.nightly.history import N_BANDS, History, HistoryEntry
 from leakmel.mel.engines import Engine, open_engine
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.tables import csv_table, dashed_date, read_text
+from leakmel.recordings.wav import read_wav
 
 if TYPE_CHECKING:
     import pandas as pd

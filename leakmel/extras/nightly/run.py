@@ -6,7 +6,11 @@
 __all__ = ['SENSORS_CSV', 'SENSORS_JSON', 'VISITS_HTML', 'FORMAT', 'MAX_NAMED', 'LISTED', 'RunCounts', 'NightlyRun', 'nightly']
 
 # %% ../../../nbs/extras/nightly/run.ipynb #1e36045d
-import base64, json, math, os, time
+import base64
+import json
+import math
+import os
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -20,27 +24,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import leakmel
-from leakmel.recordings.listing import Listing
-from leakmel.recordings.manifest import Manifest, scan
-from leakmel.recordings.naming import TIME_FORMS, NameParts, guess_pattern, pattern_tokens
-from leakmel.recordings.problems import twin_problems
-from leakmel.recordings.demo import wav_bytes
-from leakmel.recordings.tables import has_columns, table_number
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import replacing
 from leakmel.core.store import LocalCopies
 from leakmel.dataset.schema import Rejected
-from leakmel.pages.page_figures import png_bytes
-from leakmel.pages.plots import f32, label_colour, styled_figure
 from leakmel.detector.model.card import evaluation_result, evaluation_text
 from leakmel.detector.model.detector import Detector, required_spec, to_plain
 from leakmel.detector.model.files import require_kind
-from leakmel.extras.nightly import nights
-from leakmel.extras.nightly.history import History, HistoryEntry, night_of
 from leakmel.detector.predict.predict import ScoredRecording, detector_of, predict
 from leakmel.detector.predict.scoring import RecordingList, find_recordings
+from leakmel.extras.nightly import nights
+from leakmel.extras.nightly.history import History, HistoryEntry, night_of
 from leakmel.mel.engines import open_engine
+from leakmel.pages.page_figures import png_bytes
+from leakmel.pages.plots import f32, label_colour, styled_figure
+from leakmel.recordings.demo import wav_bytes
+from leakmel.recordings.listing import Listing
+from leakmel.recordings.manifest import Manifest, scan
+from leakmel.recordings.naming import TIME_FORMS, NameParts, guess_pattern, pattern_tokens
+from leakmel.recordings.problems import twin_problems
+from leakmel.recordings.tables import has_columns, table_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,7 +106,7 @@ def _find(folder: str | os.PathLike, manifest: Manifest | None, progress: str) -
         naming, table = manifest.naming, manifest.names
         of_pattern = naming.source == "pattern" and ("field", "start_time") in pattern_tokens(naming.pattern)
         # the times of the files may be those of a copy
-        if of_pattern or table is not None and table.has_times:
+        if of_pattern or (table is not None and table.has_times):
             raise DataError(
                 "no recording has a start time, although the pattern or the table has a place for it",
                 code="no-times",
@@ -611,15 +615,15 @@ def evidence_plot(done: "NightlyRun") -> Any:  # go.Figure
     "Draw the evidence of the first sensors of the list over the last nights."
     chosen = [r for r in done.sensors if done.curves.get(r.sensor)][:12]
     traces = [
-        dict(
-            type="scatter",
-            x=np.arange(1 - len(done.curves[r.sensor]), 1),
-            y=f32(np.maximum(done.curves[r.sensor], 0.1)),
-            name=f"{r.sensor} ({r.visit})",
-            mode="lines+markers",
-            line=dict(color=label_colour(k), width=1.6),
-            marker=dict(size=4),
-        )
+        {
+            "type": "scatter",
+            "x": np.arange(1 - len(done.curves[r.sensor]), 1),
+            "y": f32(np.maximum(done.curves[r.sensor], 0.1)),
+            "name": f"{r.sensor} ({r.visit})",
+            "mode": "lines+markers",
+            "line": {"color": label_colour(k), "width": 1.6},
+            "marker": {"size": 4},
+        }
         for k, r in enumerate(chosen)
     ]
     return styled_figure(
@@ -627,12 +631,12 @@ def evidence_plot(done: "NightlyRun") -> Any:  # go.Figure
         f"{len(done.to_visit):,} of {len(done.sensors):,} sensors to visit",
         f"dashed: limit of {done.budget.limit:,.0f} for {done.budget.per_100_nights:g} false visits per 100 sensor-nights",
         height=380,
-        xaxis=dict(
-            title=dict(
-                text=f"nights before the last one of the sensor (network: {done.last_night or 'none'})"
-            )
-        ),
-        yaxis=dict(title=dict(text="evidence"), type="log"),
+        xaxis={
+            "title": {
+                "text": f"nights before the last one of the sensor (network: {done.last_night or 'none'})"
+            }
+        },
+        yaxis={"title": {"text": "evidence"}, "type": "log"},
         showlegend=True,
     ).add_hline(y=done.budget.limit, line_dash="dash", line_width=1, line_color="#7a7a7a")
 
@@ -645,18 +649,21 @@ def drift_plot(done: "NightlyRun") -> Any:  # go.Figure
     share = [100 * x for x in drift.outside.values()]
     return styled_figure(
         [
-            dict(
-                type="bar",
-                x=list(drift.outside),
-                y=f32(share),
-                marker=dict(color=[label_colour(int(name in drift.moved)) for name in drift.outside]),
-            )
+            {
+                "type": "bar",
+                "x": list(drift.outside),
+                "y": f32(share),
+                "marker": {"color": [label_colour(int(name in drift.moved)) for name in drift.outside]},
+            }
         ],
         f"Drift: {', '.join(drift.moved)}" if drift.moved else "No drift",
         f"{drift.n:,} recordings of the last nights against {drift.reference.n:,} of the reference; 5 % outside is usual",
         height=340,
-        xaxis=dict(title=dict(text="quantity (bands from low to high)")),
-        yaxis=dict(title=dict(text="recordings outside, %"), range=[0, max(30, 1.1 * max(share, default=0))]),
+        xaxis={"title": {"text": "quantity (bands from low to high)"}},
+        yaxis={
+            "title": {"text": "recordings outside, %"},
+            "range": [0, max(30, 1.1 * max(share, default=0))],
+        },
     )
 
 # %% ../../../nbs/extras/nightly/run.ipynb #0fe27017

@@ -7,7 +7,13 @@ __all__ = ['MAX_SIMILAR', 'N_NEIGHBOURS', 'N_SIMILAR', 'neighbours_of', 'labelle
            'review_kinds', 'review_of', 'review']
 
 # %% ../../../nbs/extras/review/review.ipynb #4a735ff8
-import base64, importlib.util, json, math, os, sys, uuid
+import base64
+import importlib.util
+import json
+import math
+import os
+import sys
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,27 +27,26 @@ import pandas as pd
 from markupsafe import Markup
 
 import leakmel
-
-from leakmel.recordings import labels as label_table
-from leakmel.recordings.labels import SKIPPED, UNSURE, CurrentLabels, Decision
-from leakmel.recordings.manifest import Manifest
-from leakmel.recordings.listing import read_content
-from leakmel.recordings.problems import CLIPPED_SHARE
-from leakmel.recordings.tables import csv_table, read_text, row_error, table_number
-from leakmel.recordings.wav import read_wav
 from leakmel.core.comparison import match_texts, text_key
 from leakmel.core.errors import DataError, LeakmelError, MissingPackageError, UsageError, show_path
 from leakmel.core.files import write_errors
-from leakmel.core.parameters import Kinds
 from leakmel.core.operation import run_folder, user_path
+from leakmel.core.parameters import Kinds
 from leakmel.dataset.pipeline import find_data
-from leakmel.pages.explore import shows_controls
-from leakmel.pages.page_figures import filled, playback, player_html, spectrogram_svg
-from leakmel.extras import similar as embed
 from leakmel.detector.model.detector import Detector
 from leakmel.detector.predict.predict import predict
 from leakmel.detector.predict.scoring import find_recordings
+from leakmel.extras import similar as embed
 from leakmel.mel.spec import MelSpec
+from leakmel.pages.explore import shows_controls
+from leakmel.pages.page_figures import filled, playback, player_html, spectrogram_svg
+from leakmel.recordings import labels as label_table
+from leakmel.recordings.labels import SKIPPED, UNSURE, CurrentLabels, Decision
+from leakmel.recordings.listing import read_content
+from leakmel.recordings.manifest import Manifest
+from leakmel.recordings.problems import CLIPPED_SHARE
+from leakmel.recordings.tables import csv_table, read_text, row_error, table_number
+from leakmel.recordings.wav import read_wav
 
 # %% ../../../nbs/extras/review/review.ipynb #e4c8f3bf
 # columns; a table of suggestions has those of a cross-validation where it was joined with one

@@ -7,7 +7,8 @@ __all__ = ['KINDS', 'SUGGESTION_COLUMNS', 'MAX_FEATURES', 'SampleMix', 'sample_m
            'band_statistics', 'suggest']
 
 # %% ../../../nbs/extras/review/suggest.ipynb #su000003
-import base64, os
+import base64
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,17 +18,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from leakmel.recordings.labels import read_labels
-from leakmel.recordings.manifest import Manifest
-from leakmel.recordings.tables import csv_table, read_text
 from leakmel.core.comparison import match_texts, text_key
 from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import write_whole
-from leakmel.extras.similar import embed_recordings, listed, open_embedder
 from leakmel.detector.model.detector import Detector, load_detector, required_spec
 from leakmel.detector.model.files import model_file
 from leakmel.detector.predict.predict import ScoredRecording, ScoredRecordings, each_once, predict
+from leakmel.extras.similar import embed_recordings, listed, open_embedder
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.labels import read_labels
+from leakmel.recordings.manifest import Manifest
+from leakmel.recordings.tables import csv_table, read_text
 
 # %% ../../../nbs/extras/review/suggest.ipynb #sa000005
 KINDS = ("uncertain", "diverse", "random")

@@ -6,7 +6,16 @@
 __all__ = ['SET_FILE', 'README', 'FetchedSet', 'fetch']
 
 # %% ../../../nbs/extras/sets/fetch.ipynb #8fdbac9f
-import errno, hashlib, io, os, re, shutil, stat, sys, tempfile, zipfile
+import errno
+import hashlib
+import io
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+import zipfile
 from collections import Counter, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,8 +28,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from leakmel.recordings.listing import is_system_folder
-from leakmel.recordings.wav import read_wav
 from leakmel.core.errors import (
     DataError,
     LeakmelError,
@@ -36,9 +43,11 @@ from leakmel.core.errors import (
 )
 from leakmel.core.files import digest_of_file, read_own_json, require_space, sealed_json, write_errors
 from leakmel.core.locks import new_folder
-from leakmel.core.progress import Progress
 from leakmel.core.operation import user_path
+from leakmel.core.progress import Progress
 from leakmel.extras.sets.catalogue import LeakSet, NamedRecording, set_named
+from leakmel.recordings.listing import is_system_folder
+from leakmel.recordings.wav import read_wav
 
 # %% ../../../nbs/extras/sets/fetch.ipynb #8cd68023
 MAX_MEMBERS = 20_000
