@@ -7,19 +7,17 @@ TORCH  ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # A target installs the extra that it needs: notebook (build), learn, all (lab), dev (test, test-site, check, docs, export).
 INSTALLED := .venv/.installed
 
-# Notebooks of the documentation, which test-site runs; and those that people and papermill run: pytest runs these on small data.
-PAGES := guides tutorials explanations
-RUN_NOTEBOOKS := start build build_part train evaluate predict nightly retrain search tune doctor benchmark explore review dashboard correlate
-empty :=
-SKIP  := ^([_.]|out.*\.ipynb|($(subst $(empty) $(empty),|,$(RUN_NOTEBOOKS)))\.ipynb)
+# Notebooks of the documentation, which test-site runs; and those of the library, the longest part first. People and papermill run the others.
+PAGES   := guides tutorials explanations
+LIBRARY := detector dataset extras recordings mel core pages operations cli.ipynb index.ipynb
 # Notebooks that need a package which is not installed are left out. That of triton runs in a process of its own: Triton's interpreter has to
 # be asked for before anything imports triton, and torch's optimisers do.
 LACKS   = $(shell $(BIN)/python -c "import importlib.util as u; print('' if u.find_spec('$1') else 'yes')" 2>/dev/null)
 UNMET   = $(call LACKS,triton)
+empty :=
 PYARROW := export formats tables history predict open_formats
 TABLES  = $(if $(call LACKS,pyarrow),|^($(subst $(empty) $(empty),|,$(PYARROW)))\.ipynb)
-# A library notebook may share its name with a run notebook (nbs/extras/search.ipynb): these are named one by one.
-NAMESAKES := $(filter-out nbs/benchmarks/%,$(wildcard $(foreach name,$(RUN_NOTEBOOKS),nbs/*/$(name).ipynb nbs/*/*/$(name).ipynb)))
+SKIP    = ^([_.]|out.*\.ipynb|triton_kernel)$(TABLES)
 WORKERS ?= 2
 
 # Folders and settings are handed on through the environment as they were typed: blanks and dollars included.
@@ -72,7 +70,7 @@ test: $(INSTALLED)-dev ## check that notebooks and package agree; run library no
 # What a change of the package seldom breaks, marked `site`, and what takes long, marked `slow`.
 test-site: export OMP_NUM_THREADS := 1
 test-site: $(INSTALLED)-dev ## guides as notebooks; slow tests; installation, documentation, pages in a browser, benchmarks
-	@printf 'nbs/%s\n' $(PAGES) | xargs -n 1 $(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '^([_.]|out.*\.ipynb)$(TABLES)' --path
+	@printf 'nbs/%s\n' $(PAGES) | xargs -n 1 $(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)' --path
 	$(BIN)/python -m pytest -m '(site or slow) and not long' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Two parts of `make test`, side by side: much of them keeps one core busy.
@@ -86,8 +84,7 @@ static:
 notebooks:
 	@[ -z '$(UNMET)' ] || echo "not run, for want of triton: nbs/mel/triton_kernel.ipynb ($(BIN)/pip install -e '.[gpu]' brings it)"
 	@[ -z '$(TABLES)' ] || echo "not run, for want of pyarrow: $(PYARROW) ($(BIN)/pip install -e '.[formats]' brings it)"
-	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)|^triton_kernel$(TABLES)' --skip_folder_re '$(subst $(empty) $(empty),|,^[_.] $(PAGES))'
-	@printf '%s\n' $(if $(TABLES),$(filter-out %/predict/predict.ipynb,$(NAMESAKES)),$(NAMESAKES)) $(if $(UNMET),,nbs/mel/triton_kernel.ipynb) | xargs -P $(WORKERS) -n 1 $(BIN)/nbdev_test --path
+	@printf 'nbs/%s\n' $(LIBRARY) $(if $(UNMET),,mel/triton_kernel.ipynb) | xargs -P $(WORKERS) -n 1 $(BIN)/nbdev_test --n_workers 1 --skip_file_re '$(SKIP)' --path
 
 # The edit loop: what finds most mistakes in little time. Its tests are in files marked `quick`, and not marked `slow`.
 check: export OMP_NUM_THREADS := 1
@@ -107,7 +104,7 @@ docs: $(INSTALLED)-dev ## build the site into _docs/, without a network
 	@$(BIN)/python -m sphinx -q -W --keep-going -j auto -b html -c nbs/_tools _docs/source _docs/html
 	@echo "open _docs/html/index.html"
 
-export: $(INSTALLED)-dev ## after editing notebooks: write the package, clean the notebooks, write README.md
+export: $(INSTALLED)-dev ## after editing notebooks: write package and README.md, store what changed notebooks show; OUTPUTS=all
 	@$(BIN)/python nbs/_tools/sync.py
 
 clean: ## remove .venv, caches and the site; runs/ stays

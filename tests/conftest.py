@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -62,36 +63,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if f"mark.{mark[1]}" not in collection_path.read_text(encoding="utf-8") else None
 
 
-LONGEST_FIRST = (
-    "test_triton",
-    "test_notebooks",
-    "test_docs",
-    "test_run_notebooks",
-    "test_resume",
-    "test_faults",
-    "test_browser",
-    "test_modes",
-    "test_learn_train",
-    "test_bench_gpu",
-    "test_bench_compare",
-    "test_verify",
-    "test_learn_search",
-    "test_browser_learn",
-    "test_working_folder",
-    "test_install",
-    "test_promise_counts",
-    "test_browser_explore",
-    "test_browser_review",
-    "test_project",
-    "test_cli",
-    "test_dashboard",
-)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    "Files that take half a minute or more come first: begun last, one of them would keep a single core busy at the end."
-    rank = {name: k for k, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    "Files that may take long come first: begun last, one of them would keep a single core busy at the end."
+    weight = Counter[Path]()
+    for item in items:
+        weight[item.path] += 10 if item.get_closest_marker("slow") or item.get_closest_marker("site") else 1
+    items.sort(key=lambda item: (-weight[item.path], item.path))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,10 +1,9 @@
-"""Write the pages of the site to _docs/source: notebooks executed and dressed, reference pages, the command line, the changelog.
+"""Write the pages of the site to _docs/source: notebooks with outputs, dressed, reference pages, the command line, the changelog.
 
 What nbdev's directives say is kept: `hide` drops a cell, `echo: false` its source, `export` folds it, `eval: false`, `slow` and `cuda` leave it unexecuted.
 Executed notebooks are kept in _docs/cache under a digest of everything they depend on, so a second run is quick.
 """
 
-import asyncio
 import hashlib
 import io
 import json
@@ -12,7 +11,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +23,7 @@ from typing import Any
 import nbformat
 from api import module_page, public_page
 from messages import messages
-from nbclient import NotebookClient
+from outputs import DIGEST, NEEDS, code_digest, directives_of, run_cells, without_local_paths
 
 from leakmel.pages.page_figures import html_figures, plotly_file
 
@@ -90,24 +88,9 @@ FIRST = (
     "troubleshooting",
 )
 DEMO_FILES = 120
-EXTRAS = {"mel/triton_kernel": "triton"}  # library notebooks that need more than the requirements
 
 
 # ---- notebooks -----------------------------------------------------------------------------------------------------
-
-
-def directives_of(cell: nbformat.NotebookNode) -> set[str]:
-    "What nbdev is told about a cell."
-    return {
-        re.sub(r"\s*:\s*", ": ", line[2:].strip())
-        for line in cell.source.splitlines()
-        if line.startswith("#|")
-    }
-
-
-def is_skipped(cell: nbformat.NotebookNode) -> bool:
-    "Whether a cell is not to be executed."
-    return cell.cell_type == "code" and bool(directives_of(cell) & {"eval: false", "slow", "cuda"})
 
 
 def defined(cell: nbformat.NotebookNode) -> list[str]:
@@ -222,7 +205,7 @@ def formulas(text: str) -> str:
 
 def missing_package_note(name: str) -> str:
     "A sentence on what a library notebook needs and is not installed here; empty where all is there."
-    package = EXTRAS.get(name, "")
+    package = NEEDS.get(name, "")
     return (
         f"Not executed: {package} was not installed where this page was made."
         if package and not find_spec(package)
@@ -231,7 +214,6 @@ def missing_package_note(name: str) -> str:
 
 
 _ONE_AT_A_TIME = threading.Lock()
-_NOT_STARTED = ("Kernel didn't respond", "Kernel died before replying")  # no cell was executed
 
 
 def execute(
@@ -239,8 +221,10 @@ def execute(
     parameters: str = "",  # assignments that follow the parameters cell
     prepare: Callable[[], None] | None = None,  # makes what the parameters name
 ) -> nbformat.NotebookNode:
-    "An executed copy of a notebook; from the cache where nothing that it depends on has changed."
+    "A notebook with its outputs: those that are stored in it, or else of a run; from the cache where nothing that it depends on has changed."
     notebook = nbformat.read(path, as_version=4)
+    if notebook.metadata.get(DIGEST) == code_digest(notebook):
+        return notebook
     if reason := missing_package_note(path.relative_to(NOTEBOOKS).with_suffix("").as_posix()):
         notebook.cells.insert(1, nbformat.v4.new_markdown_cell(f"*{reason}*"))
         return notebook
@@ -256,35 +240,11 @@ def execute(
     if prepare:
         with _ONE_AT_A_TIME:  # two notebooks may need the same files
             prepare()
-    every, run = notebook.cells, [c for c in notebook.cells if not is_skipped(c)]
-    notebook.cells = run
-    for is_last in (False, True):
-        client = NotebookClient(
-            notebook,
-            timeout=600,
-            kernel_name="python3",
-            resources={"metadata": {"path": str(path.parent)}},
-            extra_arguments=["--log-level=ERROR"],
-        )
-        try:
-            asyncio.run(client.async_execute())  # a loop of this thread's own, closed at the end
-            break
-        except RuntimeError as e:  # perhaps another process took a port of the kernel
-            if is_last or not str(e).startswith(_NOT_STARTED):
-                raise
-    notebook.cells = every
+    run_cells(notebook, path.parent)
     text = without_local_paths(nbformat.writes(notebook))
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(text, encoding="utf-8")
     return nbformat.reads(text, as_version=4)
-
-
-def without_local_paths(text: str) -> str:
-    "Shorten paths below this checkout, temporary folders and the home folder: a site does not tell where it was made."
-    temporary = re.escape(tempfile.gettempdir()) + r"/tmp\w{8}"
-    text = re.sub(rf"(?:{re.escape(str(ROOT))}|{temporary})/(?=\w)", "", text)
-    text = re.sub(rf"{re.escape(str(ROOT))}|{temporary}", ".", text)
-    return re.sub(rf"(?<![\w/.]){re.escape(str(Path.home()))}(?=/)", "~", text)
 
 
 def _digest(notebook: nbformat.NotebookNode) -> str:

@@ -1,6 +1,7 @@
 """Bring package, notebooks and README in line with the notebooks; with --check only say whether they are.
 
-The check works on a copy, so that it tells the same with and without uncommitted changes and touches nothing.
+Library notebooks whose code has changed are run and their outputs stored; OUTPUTS=all runs them all, OUTPUTS=none none. The check works on
+a copy, so that it tells the same with and without uncommitted changes and touches nothing.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from outputs import outdated, store_all, stored_notebooks
 from readme import write_readme
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,11 +174,13 @@ def main() -> int:
         "--check", action="store_true", help="change nothing; exit status 1 where something is out of line"
     )
     if not parser.parse_args().check:
-        export(ROOT)  # the front page runs the package as it is now
+        export(ROOT)  # what runs below is the package as it is now
+        wanted = os.environ.get("OUTPUTS")
+        store_all([] if wanted == "none" else stored_notebooks() if wanted == "all" else outdated())
         run_front_page(ROOT)
         export(ROOT)
         return 0
-    changed = check()
+    changed = sorted({*check(), *(str(p.relative_to(ROOT)) for p in outdated())})
     for name in changed:
         print(f"out of line with the notebooks: {name}", file=sys.stderr)
     if changed:

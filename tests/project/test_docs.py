@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import nbformat
+import outputs
 import prepare
 import pytest
 from api import module_page
@@ -145,7 +146,7 @@ def test_a_second_run_executes_nothing_and_changes_no_file(written, site, monkey
     before = files()
     left_over = written / "source" / "gone.md"
     left_over.write_text("# Gone")
-    monkeypatch.setattr(prepare, "NotebookClient", never)
+    monkeypatch.setattr(prepare, "run_cells", never)
     write_pages()
     assert files() == before
 
@@ -451,7 +452,7 @@ def test_directives_become_tags():
         v4.new_code_cell("#| cuda\nrun_on_gpu()"),
         v4.new_markdown_cell("prose"),
     ]
-    assert [prepare.is_skipped(c) for c in cells] == [False, False, False, False, True, False]
+    assert [outputs.is_skipped(c) for c in cells] == [False, False, False, False, True, False]
     page = prepare.render_cells(v4.new_notebook(cells=cells))
     assert [c.source for c in page.cells] == [
         "def one(): pass\nTWO: int = 2",
