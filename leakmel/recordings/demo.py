@@ -285,7 +285,7 @@ def split_sensors(n_files: int) -> dict[str, range]:
     "Distribute sensors over the splits, none in two; a larger set has one for 30 recordings, up to 400."
     n = max(N_SENSORS, min(n_files // 30, 400))
     ends = [0, round(0.6 * n), round(0.75 * n), n]
-    return {split: range(*part) for split, part in zip(SPLIT_SIZES, itertools.pairwise(ends))}
+    return {split: range(*part) for split, part in zip(SPLIT_SIZES, itertools.pairwise(ends), strict=True)}
 
 # %% ../../nbs/recordings/demo.ipynb #c970e3a4
 @dataclass(frozen=True)
