@@ -544,9 +544,11 @@ def _by_table(
                 ),
             )
         )
-    if extra := sorted(present.keys() - set(table.paths)):
-        n = f"{how_many(len(extra), 'recording')} in the data folder {'is' if len(extra) == 1 else 'are'}"
-        notes.append(Problem("not_in_table", show_path(extra[0]), f"{n} not in the table; this is the first"))
+    if unnamed := sorted(present.keys() - set(table.paths)):
+        n = f"{how_many(len(unnamed), 'recording')} in the data folder {'is' if len(unnamed) == 1 else 'are'}"
+        notes.append(
+            Problem("not_in_table", show_path(unnamed[0]), f"{n} not in the table; this is the first")
+        )
     missing = [path for x in listings for path, size in zip(x.paths, x.sizes, strict=True) if size < 0]
     notes += missing_files(missing, sum(map(len, listings)), root)
     return Manifest(

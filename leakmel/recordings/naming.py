@@ -478,8 +478,11 @@ def unread_fields(parsed: Sequence[ParsedPath]) -> Iterator[tuple[int, str]]:
     for name, forms in _FORMS.items():
         if numbers := [i for i, x in enumerate(parsed) if name in x.unread]:
             text = show_path(parsed[numbers[0]].unread[name])
-            n = f"{n_fit - len(numbers):,} of the {n_fit:,} names that fit the pattern"
-            yield numbers[0], f"{{{name}}} is read from {n}, and not from {text!r}; {forms}"
+            yield (
+                numbers[0],
+                f"{{{name}}} is read from {n_fit - len(numbers):,} of the {n_fit:,} names that fit the pattern, "
+                f"and not from {text!r}; {forms}",
+            )
 
 
 _MAX_SHOWN = 10  # rows, values of a field and names that do not fit
