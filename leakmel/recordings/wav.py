@@ -442,7 +442,8 @@ MAX_READ_FAILURES = 100  # consecutive failures of opening or reading
 class ReadFailureGuard:
     "Count consecutive recordings that cannot be opened or read; all reading threads share one object."
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_READ_FAILURES):  # consecutive failures that raise MachineError
+        self.most = most
         self.n = 0
         self._lock = threading.Lock()
 
@@ -457,10 +458,10 @@ class ReadFailureGuard:
         """
         with self._lock:
             self.n = self.n + 1 if isinstance(error.__cause__, OSError) else 0
-            if self.n < MAX_READ_FAILURES:
+            if self.n < self.most:
                 return
         raise MachineError(
-            f"{MAX_READ_FAILURES:,} recordings in a row could not be opened or read: the fault is not in the recordings",
+            f"{self.most:,} recordings in a row could not be opened or read: the fault is not in the recordings",
             code="read-failures",
             path=path,
             found=error.message,
