@@ -250,8 +250,9 @@ def check_range(
     if not np.isfinite(peak):
         raise RecordingError("nonfinite", "a sample is not a finite number")
     if peak > MAX_PEAK:
-        limit = f"at most {MAX_PEAK:.0f} times full scale is computed from"
-        raise RecordingError("unsupported", f"{integer_scale(peak)}; {limit}")
+        raise RecordingError(
+            "unsupported", f"{integer_scale(peak)}; at most {MAX_PEAK:.0f} times full scale is computed from"
+        )
 
 # %% ../../nbs/recordings/conform.ipynb #38d5b701
 def conform(

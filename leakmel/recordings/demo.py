@@ -285,7 +285,7 @@ def split_sensors(n_files: int) -> dict[str, range]:
     "Distribute sensors over the splits, none in two; a larger set has one for 30 recordings, up to 400."
     n = max(N_SENSORS, min(n_files // 30, 400))
     ends = [0, round(0.6 * n), round(0.75 * n), n]
-    return {split: range(*part) for split, part in zip(SPLIT_SIZES, itertools.pairwise(ends))}
+    return {split: range(*part) for split, part in zip(SPLIT_SIZES, itertools.pairwise(ends), strict=True)}
 
 # %% ../../nbs/recordings/demo.ipynb #c970e3a4
 @dataclass(frozen=True)
@@ -357,12 +357,12 @@ def plan_faults(plan: list[PlannedRecording], seed: int = 0) -> list[tuple[str, 
     floats = holed.astype("<f4").tobytes()
     fmt = (b"fmt ", 16, 3, 1, SAMPLE_RATE, SAMPLE_RATE * 4, 4, 32)
     head = struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + len(floats), b"WAVE", *fmt, b"data", len(floats))
-    pointer = f"oid sha256:{samples.tobytes()[:32].hex()}\nsize {WAV_BYTES}\n".encode()
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{samples.tobytes()[:32].hex()}\nsize {WAV_BYTES}\n"
     contents = {
         "empty file": b"",
         "header without samples": canonical_header(SAMPLE_RATE, 0),
         "truncated": wav_bytes(samples)[:30_000],
-        "git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\n" + pointer,
+        "git-lfs pointer": pointer.encode(),
         "8 kHz": wav_bytes(np.clip(np.rint(other_rate), -32768, 32767).astype(np.int16), 8000),
         "two identical channels": wav_bytes(np.stack([samples, samples], axis=1)),
         "3 s instead of 10 s": wav_bytes(samples[: 3 * SAMPLE_RATE]),
@@ -463,12 +463,11 @@ def write_demo(
     for path in sorted([p.path(0) for p in plan] + [path for path, _, _ in planted]):
         split, *label_folder, _ = path.split("/")
         splits[split]["".join(label_folder)] += 1
-    seconds = time.perf_counter() - start_s
     return DemoSummary(
         root,
         n_files + len(planted),
         n_bytes,
-        seconds,
+        time.perf_counter() - start_s,
         splits,
         tuple((path, what) for path, what, _ in planted),
     )

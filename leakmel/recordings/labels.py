@@ -28,9 +28,8 @@ import numpy as np
 
 from leakmel.core import comparison, files, locks
 from leakmel.core.errors import DataError, OutputError, RecordingError, UsageError, show_path
-from leakmel.recordings import listing as folders
 from leakmel.recordings import naming, problems
-from leakmel.recordings.listing import Listing
+from leakmel.recordings.listing import Listing, existing_folder, found_below, is_system_folder, read_content
 from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.tables import (
     csv_table,
@@ -63,12 +62,11 @@ class Decision:
     note: str = ""
 
     def __post_init__(self) -> None:
-        others = [x for x in (getattr(self, name) for name in LABELS_COLUMNS) if not isinstance(x, str)]
+        others = [x for x in astuple(self) if not isinstance(x, str)]
         if others:
             raise _invalid("all cells must be text", others[0])
         texts = (self.label, self.by, self.note)
         wrong = [x for x in texts if not x.isprintable() or len(x.encode("utf-8", "replace")) > MAX_CELL]
-        steps = self.path.split("/")
         for is_right, message, found in (
             (
                 not wrong,
@@ -76,7 +74,7 @@ class Decision:
                 "".join(wrong[:1])[:80],
             ),
             (
-                "\0" not in self.path and not {"", ".", ".."} & {*steps},
+                "\0" not in self.path and not {"", ".", ".."} & {*self.path.split("/")},
                 "the path must be relative, without . or ..",
                 self.path[:200],
             ),
@@ -162,12 +160,12 @@ def append_decision(file: str | os.PathLike, decision: Decision) -> None:
             stack.enter_context(locks.OwnerLock(file.resolve(), wait_s=_LOCK_WAIT_S))
             # NFS shows what others wrote to those who open the file after them
             fd = _open_table(file, stack)
-        if _append(fd, astuple(decision), file):
-            files.sync_folder(file.parent)
+        _append(fd, astuple(decision), file)
+        files.sync_folder(file.parent)
 
 
-def _append(fd: int, cells: Sequence[str], file: Path) -> bool:
-    "Repair the end of the open and locked table, append a row, and return whether it was empty."
+def _append(fd: int, cells: Sequence[str], file: Path) -> None:
+    "Repair the end of the open and locked table, and append a row."
     size = os.fstat(fd).st_size
     head = pread_all(fd, len(_BOM) + len(_HEADER) + 2, 0).removeprefix(_BOM)
     delimiter = csv_table(file, head.decode("utf-8", "replace"), LABELS_COLUMNS).delimiter
@@ -202,7 +200,6 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> bool:
     except BaseException:
         os.ftruncate(fd, size)  # or half a line would stay
         raise
-    return size == 0
 
 # %% ../../nbs/recordings/labels.ipynb #cac430fb
 def read_decisions(file: str | os.PathLike) -> list[Decision]:
@@ -220,9 +217,8 @@ def _parse(file: Path, data: bytes) -> list[Decision]:
     except DataError:
         if end in (0, len(data)):
             raise
-    found = _decisions(file, data[:end])
     log.warning("%s: the last line is incomplete and is left out", show_path(file))
-    return found
+    return _decisions(file, data[:end])
 
 
 def _decisions(file: Path, data: bytes) -> list[Decision]:
@@ -249,8 +245,7 @@ class CurrentLabels:
     exact_paths: bool = False  # from a table of paths and labels: each path must be known
 
     def __repr__(self) -> str:
-        counts = f"{len(self.labels):,} agreed, {len(self.disagreements):,} disagreements, {len(self.unsure):,} unsure"
-        return f"CurrentLabels({counts})"
+        return f"CurrentLabels({len(self.labels):,} agreed, {len(self.disagreements):,} disagreements, {len(self.unsure):,} unsure)"
 
 
 def _folded(label: str) -> str:
@@ -260,11 +255,9 @@ def _folded(label: str) -> str:
 
 def _last_of_each(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
     "Return the last decision of each person, in the order of their times."
-    last: dict[str, Decision] = {}
-    for d in sorted(decisions, key=lambda d: datetime.fromisoformat(d.when)):
-        last.pop(d.by, None)
-        last[d.by] = d
-    return tuple(last.values())
+    by_time = sorted(decisions, key=lambda d: datetime.fromisoformat(d.when))
+    last = {d.by: d for d in by_time}
+    return tuple(dict.fromkeys(d for d in by_time if d is last[d.by]))
 
 
 def _verdict(last: Iterable[Decision]) -> tuple[str, str]:
@@ -369,7 +362,7 @@ def relabel(
     by_path: dict[str, tuple[Decision, ...]] = {}
     for name, path in sorted(comparison.match_texts(named, paths).items()):
         by_path[path] = (*by_path.get(path, ()), *current.last[name])
-    for i, (path, digest) in enumerate(zip(paths, digests)):
+    for i, (path, digest) in enumerate(zip(paths, digests, strict=True)):
         opinions = (*(current.last.get(digest, ()) if digest else ()), *by_path.get(path, ()))
         if not opinions:
             continue
@@ -403,7 +396,7 @@ def read_labels(table: LabelTable) -> CurrentLabels:
     given = (
         # any decision with a time is later
         Decision(os.fsdecode(path), "", label, show_path(names.file.name), "1970-01-01T00:00:00Z")
-        for path, label in zip(names.paths, names.labels)
+        for path, label in zip(names.paths, names.labels, strict=True)
     )
     return replace(current_labels(given), exact_paths=True)
 
@@ -420,7 +413,7 @@ def relabel_manifest(
     if any(d.digest for last in current.last.values() for d in last):
         content = manifest.content
         if content is None:
-            content = folders.read_content(manifest.listings, progress=progress)[0]
+            content = read_content(manifest.listings, progress=progress)[0]
         digests = (d if isinstance(d, str) else "" for d in content["digest"])
     paths = [[os.fsdecode(p) for p in x.paths] for x in manifest.listings]
     check_paths(
@@ -434,12 +427,12 @@ def relabel_manifest(
             list(itertools.islice(digests, len(x))),
             before[x.label_ids.clip(min=-1) + 1].tolist(),
         )
-        for x, own in zip(manifest.listings, paths)
+        for x, own in zip(manifest.listings, paths, strict=True)
     ]
     names = list(manifest.label_names)  # some may differ only in case
     new = {_folded(label): label for label in sorted({r.labels[k] for r in found for k in r.changed})[::-1]}
     names += sorted(new[key] for key in new.keys() - set(map(_folded, names)))
-    both = list(zip(manifest.listings, found))
+    both = list(zip(manifest.listings, found, strict=True))
     return replace(
         manifest,
         label_names=tuple(names),
@@ -489,9 +482,10 @@ class TimeRange(NamedTuple):
 
 def read_track(file: str | os.PathLike, column: str = "Annotation") -> list[TimeRange]:
     "Read a label track of Audacity, or a table of Raven with the texts in a column; raises DataError."
-    rows = [line.split("\t") for line in read_text(file).splitlines()]
-    head = [cell.strip() for cell in rows[0]] if rows else []
+    lines = read_text(file).splitlines()
+    head = [cell.strip() for cell in lines[0].split("\t")] if lines else []
     is_raven = {_BEGIN, _END} <= set(head)
+    names = head if is_raven else (_BEGIN, _END, column)
     if is_raven and column not in head:
         raise DataError(
             f"the selection table has no column {show_path(column)}",
@@ -500,12 +494,12 @@ def read_track(file: str | os.PathLike, column: str = "Annotation") -> list[Time
             found=show_path(", ".join(head))[:300],
         )
     found: dict[str, TimeRange] = {}
-    for k, cells in enumerate(rows[is_raven:], 1 + is_raven):
-        if cells[0].startswith("\\") or not "".join(cells).strip():
+    for k, line in enumerate(lines[is_raven:], 1 + is_raven):
+        if line.startswith("\\") or not line.strip():
             continue
-        if not is_raven:
-            cells[2:] = ["\t".join(cells[2:])]
-        row = dict(zip(head if is_raven else (_BEGIN, _END, column), cells))
+        # the text of Audacity may have tabs; the last cells may be missing
+        cells = line.split("\t", -1 if is_raven else 2)
+        row = dict(zip(names, cells, strict=False))
         try:
             start, end = (float(row.get(name, "").replace(",", ".")) for name in (_BEGIN, _END))
         except ValueError:
@@ -516,7 +510,7 @@ def read_track(file: str | os.PathLike, column: str = "Annotation") -> list[Time
                 f"line {k}: the row is no time range",
                 code="table-row",
                 path=Path(file),
-                found=show_path("\t".join(cells))[:200],
+                found=show_path(line)[:200],
                 expected="start and end in seconds, and a text, separated by tabs",
             )
         found.setdefault(row.get("Selection", "").strip() or f"line {k}", TimeRange(start, end, text))
@@ -550,9 +544,7 @@ def label_of(ranges: Iterable[TimeRange], labels: Sequence[str], leak_label: str
 
 # %% ../../nbs/recordings/labels.ipynb #5ac5e655
 def _paths_below(folder: Path) -> list[str]:
-    return [
-        os.fsdecode(path) for path, _, _ in folders.found_below(folders.existing_folder(folder), folder)[0]
-    ]
+    return [os.fsdecode(path) for path in found_below(existing_folder(folder), folder)[0].paths]
 
 
 def _by_stem(folder: Path) -> dict[str, list[str]]:
@@ -604,7 +596,7 @@ def _track_files(tracks: Sequence[str | os.PathLike]) -> Iterator[tuple[Path, Pa
             yield path, None
             continue
         for file in sorted(path.rglob("*.[tT][xX][tT]")):
-            if file.is_file() and not any(map(folders.is_system_folder, file.relative_to(path).parts[:-1])):
+            if file.is_file() and not any(map(is_system_folder, file.relative_to(path).parts[:-1])):
                 yield file, path
 
 
@@ -619,12 +611,12 @@ def _import_result(
         "without_label": unlabelled,
         "without_recording": lost,
     }
-    head = f"{len(new):,} decisions written to {show_path(into)}, {n_same:,} unchanged"
-    rest = (
+    lines = [
+        f"{len(new):,} decisions written to {show_path(into)}, {n_same:,} unchanged",
         *(f"no class is marked: {text}" for text in unlabelled),
         *(f"no recording: {path}" for path in lost),
-    )
-    return TrackResult(summary, "\n  ".join([head, *rest]))
+    ]
+    return TrackResult(summary, "\n  ".join(lines))
 
 
 def import_tracks(

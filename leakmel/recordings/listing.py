@@ -103,18 +103,17 @@ def is_system_folder(name: str) -> bool:
     return low.startswith(".") or low in SYSTEM_FOLDERS or _FOUND.fullmatch(low) is not None
 
 
-def folders_in(path: Path, root: Path) -> list[tuple[str, bool]]:
-    "List the folders in a folder, without those of `is_system_folder`, and whether each lies in the root."
+def folders_in(path: Path) -> list[tuple[str, str]]:
+    "List the folders in a folder, without those of `is_system_folder`, and where those lead that are links."
     if isinstance(path, StorePath):
-        return [(name, True) for name in names_in(path)[0] if not is_system_folder(name)]
+        return [(name, "") for name in names_in(path)[0] if not is_system_folder(name)]
     found = []
     try:
         with os.scandir(path) as entries:
             for entry in entries:
                 try:
                     if entry.is_dir() and not is_system_folder(entry.name):
-                        inside = not entry.is_symlink() or is_inside(entry.path, os.path.realpath(root))
-                        found.append((entry.name, inside))
+                        found.append((entry.name, os.path.realpath(entry.path) if entry.is_symlink() else ""))
                 except OSError as e:
                     if e.errno in wav.MACHINE_FAULTS:
                         raise
@@ -127,11 +126,11 @@ def folders_in(path: Path, root: Path) -> list[tuple[str, bool]]:
 def split_folders(root: Path) -> dict[str, Path]:
     "Find the split folders of a root by name, in the order of SPLITS; {} for a folder of label folders."
     found: dict[str, Path] = {}
-    for name, inside in folders_in(root, root):
+    for name, link in folders_in(root):
         split = split_name(name)
         if split is None:
             continue
-        if not inside:
+        if link and not is_inside(link, os.path.realpath(root)):
             raise DataError(
                 "the split folder is a link that leads out of the data folder",
                 code="split-outside-root",
@@ -154,33 +153,28 @@ def label_map(folders: list[Path], root: Path) -> tuple[str, ...]:
     "Return the union of the label folder names in split folders, or in one folder, sorted by their bytes."
     names: set[str] = set()
     for folder in folders:
-        if isinstance(folder, StorePath):
-            names |= {name for name, _ in folders_in(folder, root)}
-            continue
         parent = os.path.realpath(folder)
-        for name, inside in folders_in(folder, root):
-            to = os.path.realpath(folder / name)
-            # a link to a folder that it lies in, or to one that is listed in its own place below the same folder
-            leads_back = to == parent or is_inside(parent, to) or is_inside(to, parent)
-            if inside and not ((folder / name).is_symlink() and leads_back):
+        for name, link in folders_in(folder):
+            # a link that stays in the root must not lead to a folder that it lies in, nor to one listed in its own place
+            if not link or (
+                is_inside(link, os.path.realpath(root))
+                and link != parent
+                and not is_inside(parent, link)
+                and not is_inside(link, parent)
+            ):
                 names.add(name)
     return tuple(sorted(names, key=os.fsencode))
 
 
 def holds_recording(folder: Path) -> bool:
-    "Whether a recording lies in or below a folder, without links. Raises DataError, MachineError."
+    "Whether a recording lies in or below a folder, without links; a folder that cannot be listed counts as empty."
     if isinstance(folder, StorePath):
         return any(
             is_recording_name(os.fsencode(name)) and not any(map(is_system_folder, folders))
             for *folders, name in (key.split("/") for key, _, _ in list_objects(folder))
         )
 
-    def fail(error: OSError) -> None:
-        # a label that this split does not have
-        if not isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise list_error(error, folder) from error
-
-    for place, folders, names in os.walk(os.fsencode(folder), onerror=fail):
+    for place, folders, names in os.walk(os.fsencode(folder)):
         paths = (os.path.join(place, name) for name in names if is_recording_name(name))
         if any(os.path.isfile(path) and not os.path.islink(path) for path in paths):
             return True
@@ -227,7 +221,7 @@ class FoundFiles:
         return len(self.paths)
 
     def __iter__(self) -> Iterator[FileEntry]:
-        return zip(self.paths, self.sizes, self.mtimes_ns)
+        return zip(self.paths, self.sizes, self.mtimes_ns, strict=True)
 
     def __getitem__(self, i: int) -> FileEntry:
         return self.paths[i], self.sizes[i], self.mtimes_ns[i]
@@ -250,8 +244,10 @@ class FoundFiles:
         left = list(self.left_out)
         for ending, (n, first) in self.other_formats.items():
             name = ending.decode()
-            message = f"{how_many(n, name + ' file')} in the folder {'are' if n > 1 else 'is'} not read; "
-            message += f"convert them to WAV, for example ffmpeg -i NAME{name} -c:a pcm_s16le NAME.wav"
+            message = (
+                f"{how_many(n, name + ' file')} in the folder {'are' if n > 1 else 'is'} not read; "
+                f"convert them to WAV, for example ffmpeg -i NAME{name} -c:a pcm_s16le NAME.wav"
+            )
             left.append(Problem("other_format", show_path(os.path.relpath(first, root)), message))
         return sorted(left, key=lambda problem: problem.path)
 
@@ -349,11 +345,8 @@ def _found_objects(
     return found, found.problems()
 
 
-def passed_over_note(
-    found: Iterable[FoundFiles],  # of one listing; at most one
-) -> list[Problem]:
-    "Report how many recordings of one listing lie in folders that are not listed, if any."
-    found = list(found)
+def passed_over_note(found: Sequence[FoundFiles]) -> list[Problem]:
+    "Report how many recordings of one listing lie in folders that are not listed, in at most one problem."
     counts = sum((x.passed_over for x in found), Counter[bytes]())
     if not counts:
         return []
@@ -506,12 +499,10 @@ class Listing:
                 name: np.array([getattr(x, name) for x in rows], float if name == "gain" else object)
                 for name in wanted
             }
-        found = columns_of_names(self.paths, [name for name in wanted if name != "session"])
-        for name, column in found.items():
-            if name != "gain":
-                found[name] = np.array(list(map(os.fsdecode, column.tolist())), object)
-        found["session"] = np.full(len(self), "", object)
-        return {name: found[name] for name in wanted}
+        return {
+            name: column if name == "gain" else np.array(list(map(os.fsdecode, column.tolist())), object)
+            for name, column in columns_of_names(self.paths, wanted).items()
+        }
 
     def part(self, number: int, n_parts: int) -> "Listing":
         "Return one of n parts, numbered from 1: consecutive recordings."
@@ -550,6 +541,7 @@ def make_listing(
     label_names: tuple[str, ...],  # all labels, in id order
     naming: Naming,
     parts: Iterable[NameParts] | None = None,
+    extra: Mapping[str, Sequence[str]] | None = None,  # other columns of a table
 ) -> Listing:
     "Make the listing of a split; raises DataError for more than MAX_LABELS labels."
     if len(label_names) > MAX_LABELS:
@@ -571,6 +563,7 @@ def make_listing(
         np.array([ids.get(label, -1) for label in labels], np.int16),
         naming,
         None if parts is None else tuple(parts),
+        extra or {},
     )
 
 # %% ../../nbs/recordings/listing.ipynb #f0240e01
@@ -641,7 +634,7 @@ def read_content(
         return len(numbers)
 
     with Progress(len(files), label="reading", show=progress) as bar:
-        for x, end in zip(listings, np.cumsum([len(x) for x in listings]).tolist()):
+        for x, end in zip(listings, np.cumsum([len(x) for x in listings]).tolist(), strict=True):
             with (
                 LocalCopies(x.folder) as copies,
                 concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool,
@@ -666,8 +659,7 @@ def read_content(
             table[name] = column.str.decode("ascii").astype(object)
         else:
             table[name] = column.astype(kinds[kind]).mask(code != "")
-    numbers = np.flatnonzero(code != "").tolist()
-    return table, [Problem(code[i], files[i][0].show(files[i][1]), message[i]) for i in numbers]
+    return table, [Problem(code[i], x.show(k), message[i]) for i, (x, k) in enumerate(files) if code[i]]
 
 # %% ../../nbs/recordings/listing.ipynb #33a28c36
 def content_columns(

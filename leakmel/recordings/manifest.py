@@ -27,11 +27,20 @@ from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.progress import DelayedProgress
 from leakmel.core.store import StorePath, absolute_folder, names_in
 from leakmel.recordings import listing as files
-from leakmel.recordings import naming as names_of_files
 from leakmel.recordings import problems as checks
 from leakmel.recordings import wav
 from leakmel.recordings.listing import FileEntry, FoundFiles, Listing, found_below, make_listing
-from leakmel.recordings.naming import SPLITS, NameParts, Naming, ParsedPath, split_name
+from leakmel.recordings.naming import (
+    SPLITS,
+    NameParts,
+    Naming,
+    ParsedPath,
+    PatternPreview,
+    pattern_naming,
+    preview_names,
+    split_name,
+    unread_fields,
+)
 from leakmel.recordings.problems import Problem, ProblemReport, how_many
 from leakmel.recordings.tables import NameTable, missing_files, paths_below_root, read_table, table_columns
 
@@ -51,11 +60,11 @@ def _paths_of(array: np.ndarray) -> list[bytes]:
     return joined.split(b"\0") if joined else []
 
 
-def _listing_of(head: Any, root: Path, n_labels: int, arrays: Mapping[str, np.ndarray]) -> Listing:
-    "Return a stored listing; raises ValueError, TypeError, LookupError if it is invalid."
-    paths = _paths_of(arrays["paths"])
+def _listing_of(k: int, head: Any, root: Path, n_labels: int, arrays: Mapping[str, np.ndarray]) -> Listing:
+    "Return the stored listing number k; raises ValueError, TypeError, LookupError if it is invalid."
+    paths = _paths_of(arrays[f"{k}/paths"])
     folder = absolute_folder(head["folder"])
-    columns = {name: arrays[name].astype(kind) for name, kind in _COLUMNS.items()}
+    columns = {name: arrays[f"{k}/{name}"].astype(kind) for name, kind in _COLUMNS.items()}
     parts = None if head["parts"] is None else tuple(NameParts(*each) for each in head["parts"])
     ids = columns["label_ids"]
     texts = list(head["extra"].values())
@@ -157,14 +166,11 @@ class Manifest:
             facts = head["facts"]
             root = absolute_folder(facts["root"])
             labels = tuple(map(str, facts["label_names"]))
-            columns = [
-                {n: arrays[f"{k}/{n}"] for n in ("paths", *_COLUMNS)} for k in range(len(head["listings"]))
-            ]
             made = {
                 "root": root,
                 "label_names": labels,
                 "listings": tuple(
-                    _listing_of(x, root, len(labels), own) for x, own in zip(head["listings"], columns)
+                    _listing_of(k, x, root, len(labels), arrays) for k, x in enumerate(head["listings"])
                 ),
                 "notes": tuple(Problem(**note) for note in facts["notes"]),
                 "naming": Naming(**facts["naming"]),
@@ -192,7 +198,7 @@ class Manifest:
             for x in self.listings
         }
         return {
-            split: {name: n for name, n in zip(names, counts.tolist()) if n or name != names[0]}
+            split: {name: n for name, n in zip(names, counts.tolist(), strict=True) if n or name != names[0]}
             for split, counts in found.items()
         }
 
@@ -254,12 +260,12 @@ class Manifest:
         return ProblemReport((Problem(*row) for row in self.problems.itertuples(index=False)), most)
 
     @cached_property
-    def preview(self) -> names_of_files.PatternPreview | None:
+    def preview(self) -> PatternPreview | None:
         "What the pattern reads from the names; None without a pattern."
         if self.naming.source != "pattern":
             return None
         listed = ((x.place, path) for x in self.listings for path in x.paths)
-        return names_of_files.preview_names(self.naming, [*listed, *(("", path) for path in self.unmatched)])
+        return preview_names(self.naming, [*listed, *(("", path) for path in self.unmatched)])
 
     def groups(
         self,
@@ -390,7 +396,7 @@ def _pattern_notes(x: Listing, parsed: Sequence[ParsedPath]) -> Iterator[Problem
         # without a label folder it is rejected for its folder
         if not name.fits and (x.label_ids[i] >= 0 or not x.naming.labels_by_folder):
             yield _no_match(x.naming, x.show(i))
-    for i, message in names_of_files.unread_fields(parsed):
+    for i, message in unread_fields(parsed):
         yield Problem("unread_field", x.show(i), message)
 
 
@@ -417,9 +423,8 @@ def _refuse_deeper_splits(root: Path, folders: Iterable[bytes], paths: list[byte
 
 def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFiles) -> Iterator[Problem]:
     "Report missing splits, and entries next to the split folders, which are not read; `found` counts those in folders of systems."
-    for split in SPLITS:
-        if split not in splits:
-            yield Problem("missing_split", split, "the data folder has no folder for this split")
+    for split in (s for s in SPLITS if s not in splits):
+        yield Problem("missing_split", split, "the data folder has no folder for this split")
     is_url = isinstance(root, StorePath)
     folders, others = names_in(root) if isinstance(root, StorePath) else ([], os.listdir(root))
     for name in sorted({*folders, *others} - {folder.name for folder in splits.values()}):
@@ -467,12 +472,8 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
     notes += files.passed_over_note([beside, *(found[name] for name in targets)])
     for x in listings:
         if not len(x):
-            where = f"below {show_path(x.folder)}: check the path, and whether the disk is mounted"
-            notes.append(
-                Problem(
-                    "no_recordings", show_path(x.place or "."), f"no .wav or .wave file was found {where}"
-                )
-            )
+            message = f"no .wav or .wave file was found below {show_path(x.folder)}: check the path, and whether the disk is mounted"
+            notes.append(Problem("no_recordings", show_path(x.place or "."), message))
         notes += _pattern_notes(x, parsed[x.split])
     return Manifest(root, label_names, listings, tuple(notes), naming=naming)
 
@@ -501,7 +502,7 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
         x = make_listing(name, root, [found[i] for i in rows], [n.label for n in own], labels, naming)
         listings.append(x)
         notes += _pattern_notes(x, own)
-    unmatched = tuple(path for path, x in zip(found.paths, parsed) if not x.fits)
+    unmatched = tuple(path for path, x in zip(found.paths, parsed, strict=True) if not x.fits)
     notes += [_no_match(naming, show_path(path)) for path in unmatched]
     return Manifest(root, labels, tuple(listings), tuple(notes), naming=naming, unmatched=unmatched)
 
@@ -528,8 +529,10 @@ def _by_table(
         rows = table.rows_of(name)
         found = [present.get(path) or _stat_inside(root, path) for path in (table.paths[i] for i in rows)]
         own = [table.labels[i] for i in rows]
-        x = make_listing(name, root, found, own, labels, naming, [table.parts[i] for i in rows])
-        listings.append(replace(x, extra={n: [texts[i] for i in rows] for n, texts in table.extra.items()}))
+        extra = {n: [texts[i] for i in rows] for n, texts in table.extra.items()}
+        listings.append(
+            make_listing(name, root, found, own, labels, naming, [table.parts[i] for i in rows], extra)
+        )
     notes = files.passed_over_note([all_found])
     if table.ignored:
         notes.append(
@@ -541,10 +544,12 @@ def _by_table(
                 ),
             )
         )
-    if extra := sorted(present.keys() - set(table.paths)):
-        n = f"{how_many(len(extra), 'recording')} in the data folder {'is' if len(extra) == 1 else 'are'}"
-        notes.append(Problem("not_in_table", show_path(extra[0]), f"{n} not in the table; this is the first"))
-    missing = [path for x in listings for path, size in zip(x.paths, x.sizes) if size < 0]
+    if unnamed := sorted(present.keys() - set(table.paths)):
+        n = f"{how_many(len(unnamed), 'recording')} in the data folder {'is' if len(unnamed) == 1 else 'are'}"
+        notes.append(
+            Problem("not_in_table", show_path(unnamed[0]), f"{n} not in the table; this is the first")
+        )
+    missing = [path for x in listings for path, size in zip(x.paths, x.sizes, strict=True) if size < 0]
     notes += missing_files(missing, sum(map(len, listings)), root)
     return Manifest(
         root,
@@ -588,7 +593,6 @@ def scan(
 ) -> Manifest:  # raises DataError for a missing folder or split, UsageError for a pattern that cannot be used
     "List the recordings of a data folder, using only names and stat unless `content` is set."
     began = time.perf_counter()
-    root = absolute_folder(root)
     if table is not None and pattern is not None:
         raise UsageError(
             "a table and a pattern cannot be used together",
@@ -602,8 +606,8 @@ def scan(
             found=repr(columns)[:100],
             remedy="give the table too (table=, --table)",
         )
-    naming = names_of_files.pattern_naming(pattern)
-    files.existing_folder(
+    naming = pattern_naming(pattern)
+    root = files.existing_folder(
         root, "give the folder that holds TRAINING, VALIDATION and TESTING, or label folders"
     )
     with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:

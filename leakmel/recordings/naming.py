@@ -161,6 +161,7 @@ def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.nd
         "recording": lambda: _shortest(strings.partition(rest, b"~")[0]),
         "start_time": lambda: _times(strings.partition(rest, b"~")[2]),
         "gain": lambda: np.array([number_in(os.fsdecode(text)) for text in gain.tolist()]),
+        "session": lambda: np.zeros(len(paths), "S1"),
         "folder": lambda: _shortest(strings.partition(folder, b"/")[2]),
     }
     return {name: make[name]() for name in wanted}
@@ -337,7 +338,7 @@ def match_pattern(pattern: str, path: str) -> dict[str, str] | None:
     for steps in _plans(pattern):
         failed.clear()
         if (ends := rest(steps, 0, 0)) is not None:
-            found = zip(steps, itertools.pairwise([0, *ends]))
+            found = zip(steps, itertools.pairwise([0, *ends]), strict=True)
             return {s[1]: path[a:b] for s, (a, b) in found if s[0] == "field" and s[1] != "*"}
     return None
 
@@ -477,8 +478,11 @@ def unread_fields(parsed: Sequence[ParsedPath]) -> Iterator[tuple[int, str]]:
     for name, forms in _FORMS.items():
         if numbers := [i for i, x in enumerate(parsed) if name in x.unread]:
             text = show_path(parsed[numbers[0]].unread[name])
-            n = f"{n_fit - len(numbers):,} of the {n_fit:,} names that fit the pattern"
-            yield numbers[0], f"{{{name}}} is read from {n}, and not from {text!r}; {forms}"
+            yield (
+                numbers[0],
+                f"{{{name}}} is read from {n_fit - len(numbers):,} of the {n_fit:,} names that fit the pattern, "
+                f"and not from {text!r}; {forms}",
+            )
 
 
 _MAX_SHOWN = 10  # rows, values of a field and names that do not fit
@@ -532,7 +536,7 @@ def preview_names(
     shown = [show_place(place, path) for place, path in names]
     fit: list[dict[str, str]] = []
     misses: list[str] = []
-    for place, x in zip(shown, (naming.read(path) for _, path in names)):
+    for place, x in zip(shown, (naming.read(path) for _, path in names), strict=True):
         gain = "" if math.isnan(x.parts.gain) else f"{x.parts.gain:g}"
         found = x.parts._asdict() | {"split": x.split, "label": x.label, "gain": gain}
         if x.fits:

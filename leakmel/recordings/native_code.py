@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/recordings/native_code.ipynb #6e630003
 import ctypes
 import errno
-import sys
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,6 @@ from numba.extending import intrinsic
 from leakmel.core.jit import WORD, Vector, address, compiled, constant, emitted, load, moved
 from leakmel.core.machine_code import DONE
 from leakmel.recordings.wav import MAX_CHUNKS, MIN_UNCLAIMED, OPEN_FLAGS
-
-if not sys.platform.startswith("linux"):
-    raise ImportError("compiled system calls are for Linux")
 
 # %% ../../nbs/recordings/native_code.ipynb #b34e72b6
 _SECRET = bytes.fromhex(
@@ -165,7 +161,7 @@ def _write_moments(builder: ir.IRBuilder, data: ir.Value, n: ir.Value, out: ir.V
             pairs = _pair_sums(x, x).bits(_SUMS)  # each word holds two sums, from 0 to 2^31
             squares, upper = squares + pairs, upper + pairs.high(32)
             totals[i] = totals[i] + _pair_sums(x, ones)
-        for k, value in zip(kept, (low, high, squares, upper, *totals)):
+        for k, value in zip(kept, (low, high, squares, upper, *totals), strict=True):
             builder.store(value.value, k)
     low, high, squares, upper, *totals = (Vector(builder, builder.load(k)) for k in kept)
     lower = squares - (upper << 32)  # what the upper sums carry is subtracted, whatever overflows

@@ -157,11 +157,10 @@ def twin_problems(names: Iterable[str], what: str = "labels") -> Iterator[Proble
             "are grouped as one" if are_one else f"count as two {'classes' if what == 'labels' else what}"
         )
         if twin.casefold() != name.casefold():
-            differ = "in blanks, invisible characters or accents (NFC, NFD)"
             yield Problem(
                 "look_alikes",
                 f"{twin!a}, {name!a}",
-                f"the {what} differ only {differ} and {effect}: give them one name",
+                f"the {what} differ only in blanks, invisible characters or accents (NFC, NFD) and {effect}: give them one name",
             )
         else:
             yield Problem(
@@ -295,7 +294,7 @@ def _odd_recordings(c: Columns) -> Iterator[Problem]:
 
     # the most frequent rate and length, the smallest of equals
     (rate, n_rate), (length, n_length) = (
-        max(zip(*np.unique(x, return_counts=True)), key=operator.itemgetter(1))
+        max(zip(*np.unique(x, return_counts=True), strict=True), key=operator.itemgetter(1))
         for x in (c.sample_rate, c.duration_s)
     )
     common = {"n": len(c), "rate": rate, "n_rate": n_rate, "length": length, "n_length": n_length}
@@ -396,7 +395,7 @@ def tied_values(
     # numbered among themselves
     pairs = ((np.cumsum(common) - 1)[code] * n_labels + label_id)[common[code]]
     table = np.bincount(pairs, minlength=common.sum() * n_labels).reshape(-1, n_labels)
-    for row, value, n in zip(table, found[common], counts[common].tolist()):
+    for row, value, n in zip(table, found[common], counts[common].tolist(), strict=True):
         label = int(row.argmax())
         rest = len(values) - n
         q = row[label] / n
@@ -438,8 +437,10 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
         for value, label, n_both, n, share in tied_values(values, c.label_id):
             tied.add(name)
             shown = show_path(value) if isinstance(value, bytes) else f"{value:.6g}"
-            message = f"{name}: {n_both:,} of the {n:,} recordings with {shown}{unit} have this label, "
-            message += f"which {100 * share:.0f} % of all recordings have; {_RECORDER}"
+            message = (
+                f"{name}: {n_both:,} of the {n:,} recordings with {shown}{unit} have this label, "
+                f"which {100 * share:.0f} % of all recordings have; {_RECORDER}"
+            )
             yield Problem("label_tied", show_path(c.labels[label]), message)
     numbers = [
         (

@@ -358,7 +358,7 @@ def read_table(
             path=file,
             expected="a line of column names, for example path,label, and a line for each recording",
         )
-    paths, labels, splits, parts = map(list, zip(*rows))
+    paths, labels, splits, parts = map(list, zip(*rows, strict=True))
     if any(splits) and "" in splits:
         line = list(lines.values())[splits.index("")]
         raise row_error(
@@ -391,7 +391,7 @@ def paths_below_root(table: NameTable, known: Collection[bytes]) -> NameTable:
         folders.setdefault(split_name(os.fsdecode(first)) or "no split", []).append(first + b"/")
     forms = [
         [os.fsdecode(below + path) for below in (b"", *(() if path in known else folders.get(split, ())))]
-        for path, split in zip(table.paths, table.splits or [""] * len(table.paths))
+        for path, split in zip(table.paths, table.splits or [""] * len(table.paths), strict=True)
     ]
     means = match_texts({p for each in forms for p in each}, map(os.fsdecode, known))
     paths = [os.fsencode(next((means[p] for p in each if p in means), each[0])) for each in forms]
@@ -413,9 +413,10 @@ def missing_files(
 ) -> Iterator[Problem]:
     "Yield the problems of paths that do not exist, of so many rows of a table that were checked."
     if missing and len(missing) == n_rows:
-        others = f"this file and {how_many(n_rows - 1, 'other')} of the table do not exist"
         yield Problem(
-            "wrong_root", show_path(missing[0]), f"paths are relative to {show_path(root)}, where {others}"
+            "wrong_root",
+            show_path(missing[0]),
+            f"paths are relative to {show_path(root)}, where this file and {how_many(n_rows - 1, 'other')} of the table do not exist",
         )
     for path in missing:
         hint = 'write "/" between folders' if b"\\" in path else "upper and lower case count"

@@ -42,7 +42,10 @@ def put(path: Path, samples: np.ndarray, rate: int = 4096, subtype: str = "PCM_1
 def statuses(path: Path) -> dict[str, str]:
     "File name without its ending -> status."
     got = content(path)
-    return {Path(os.fsdecode(p)).stem: s.decode() for p, s in zip(got["files/path"], got["files/status"])}
+    return {
+        Path(os.fsdecode(p)).stem: s.decode()
+        for p, s in zip(got["files/path"], got["files/status"], strict=True)
+    }
 
 
 def counted(result: lm.BuildResult) -> None:
@@ -262,7 +265,8 @@ def test_every_encoding_in_one_folder(tmp_path: Path) -> None:
     r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", check=None, **QUIET)
     got = check(r.path, tmp_path / "data")
     assert (
-        dict(zip((Path(os.fsdecode(p)).stem for p in got["files/path"]), got["files/encoding"])) == SUBTYPES
+        dict(zip((Path(os.fsdecode(p)).stem for p in got["files/path"]), got["files/encoding"], strict=True))
+        == SUBTYPES
     )
     whole = [k for k, p in enumerate(got["files/path"]) if b"U8" not in p]
     assert len({got["segments_mel"][k].tobytes() for k in whole}) == 1, (

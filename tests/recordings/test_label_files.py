@@ -35,7 +35,7 @@ def heard(tmp_path, make_wav):
 
 @pytest.mark.parametrize("format", TRACK_FORMATS)
 def test_round_trip(tmp_path, heard, format):
-    for name, label in zip(NAMES, ("NOLEAK", "LEAK", "LEAK", "?")):
+    for name, label in zip(NAMES, ("NOLEAK", "LEAK", "LEAK", "?"), strict=True):
         digest = read_wav(heard / name).digest
         append_decision(tmp_path / "labels.csv", Decision(name, digest, label, "ann", now_utc()))
     before = read_labels(tmp_path / "labels.csv")

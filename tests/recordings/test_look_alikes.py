@@ -89,7 +89,7 @@ def test_twins_of_a_label_are_reported_and_shown(tmp_path, source, twins):
 def test_labels_that_differ_in_case_are_reported_as_before(tmp_path):
     put(tmp_path, "LEAK/a.wav", "leak/b.wav", "LEAK /c.wav")
     m = scan(tmp_path)
-    kinds = dict(zip(m.problems["kind"], m.problems["path"]))
+    kinds = dict(zip(m.problems["kind"], m.problems["path"], strict=True))
     assert kinds == {"case_twins": "LEAK, leak", "look_alikes": "'LEAK', 'LEAK '"}
 
 
@@ -192,7 +192,7 @@ def test_labels_by_people_find_paths_that_look_the_same(tmp_path):
         tmp_path / "t.csv", ("path", "label"), ("LEAK/Süd.wav", "NOLEAK"), ("LEAK /b.wav", "LEAK")
     )
     m = relabel_manifest(scan(tmp_path / "d"), read_labels(table))
-    labels = dict(zip(m.table["path"], m.table["label"]))
+    labels = dict(zip(m.table["path"], m.table["label"], strict=True))
     assert labels == {f"LEAK/{NFD}.wav": "NOLEAK", "LEAK/b.wav": "LEAK", "NOLEAK/c.wav": "NOLEAK"}
     assert m.people["not_found"] == 0
 

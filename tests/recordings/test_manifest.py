@@ -214,7 +214,7 @@ def test_groups_hidden_folders_and_loose_files(tmp_path: Path) -> None:
     m = scan(tmp_path)
     assert m.listings[0].paths == outside_walk(tmp_path / "TRAINING")
     assert m.label_names == ("LEAK", "NOLEAK"), "a nested folder is a group, a hidden one no label"
-    labels = dict(zip(m.listings[0].paths, m.table["label"]))
+    labels = dict(zip(m.listings[0].paths, m.table["label"], strict=True))
     assert labels == {
         b"f.wav": "",
         b"LEAK/a.wav": "LEAK",
@@ -225,7 +225,10 @@ def test_groups_hidden_folders_and_loose_files(tmp_path: Path) -> None:
     assert kinds(m)["no_label"] == {"TRAINING/f.wav"}
     assert kinds(m)["passed_over"] == {"TRAINING/.trash"}
     assert m.counts() == {"TRAINING": {"(no label)": 1, "LEAK": 3, "NOLEAK": 1}}
-    assert dict(zip(m.listings[0].paths, m.table["folder"]))[b"LEAK/site 1/deep/er/c.wav"] == "site 1/deep/er"
+    assert (
+        dict(zip(m.listings[0].paths, m.table["folder"], strict=True))[b"LEAK/site 1/deep/er/c.wav"]
+        == "site 1/deep/er"
+    )
     folders = m.table["folder"]
     assert folders[folders != ""].value_counts().to_dict() == {"LEAK": 1, "site 1": 1, "site 1/deep/er": 1}
 

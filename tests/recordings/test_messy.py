@@ -95,7 +95,7 @@ def tied(problems: Any) -> set[tuple[str, str]]:
 def mels(path: Path) -> dict[bytes, bytes]:
     "Path -> row."
     got = content(path)
-    return dict(zip(got["files/path"].tolist(), (row.tobytes() for row in got["segments_mel"])))
+    return dict(zip(got["files/path"].tolist(), (row.tobytes() for row in got["segments_mel"]), strict=True))
 
 
 # -- the tree and what is built from it ---------------------------------------------------------------------------------------
@@ -167,13 +167,13 @@ def test_every_planted_file_has_the_expected_result(messy: Messy, built: list[lm
         got, files = content(r.path), messy.of(r.split)
         rows = [f for f in files if f.status]
         assert got["files/path"].tolist() == [f.path for f in rows]
-        assert dict(zip(got["files/path"].tolist(), got["files/status"].astype(str))) == {
+        assert dict(zip(got["files/path"].tolist(), got["files/status"].astype(str), strict=True)) == {
             f.path: f.status for f in rows
         }
         assert got["files/encoding"].astype(str).tolist() == [f.encoding for f in rows]
         assert [LABELS[i] for i in got["labels"]] == [f.label for f in rows]
         lost = {f.path: f.code for f in files if f.code}
-        assert dict(zip(got["rejected/path"].tolist(), got["rejected/code"].astype(str))) == lost
+        assert dict(zip(got["rejected/path"].tolist(), got["rejected/code"].astype(str), strict=True)) == lost
         assert r.summary["rejected_by_code"] == dict(Counter(lost.values()))
         assert r.summary["status_counts"] == dict(Counter(f.status for f in rows if f.status != "ok"))
         assert all(got["rejected/message"])
@@ -262,7 +262,7 @@ def test_the_report_of_a_build_names_every_problem_and_no_other(
             base64.b64decode(x["path_base64"]) if "path_base64" in x else x["path"].encode()
             for x in report["rejected_files"]
         ]
-        assert dict(zip(exact, (x["code"] for x in report["rejected_files"]))) == {
+        assert dict(zip(exact, (x["code"] for x in report["rejected_files"]), strict=True)) == {
             f.path: f.code for f in messy.of(r.split) if f.code
         }
 
@@ -603,7 +603,7 @@ def test_build_and_scan_report_the_same_problems(tmp_path: Path) -> None:
         put(f"TRAINING/NOLEAK/H8~wired{k}~20250101_000000~8.wav", make_sound(50 + k, 0.1) * [[1, -1]])
     put("TESTING/NOLEAK/lent.wav", make_sound(50, 0.1) * [[1, -1]])
     scanned = lm.scan(root, content=True, progress="none").problems
-    assert {p for k, p in zip(scanned["kind"], scanned["path"]) if k == "clipped"} == {
+    assert {p for k, p in zip(scanned["kind"], scanned["path"], strict=True) if k == "clipped"} == {
         f"TRAINING/LEAK/{n}.wav" for n in ("fast", "one of two", "24 bits")
     }
     built = lm.build_all(root, out_dir=tmp_path / "out", spec=SPEC, check=2, progress="none")

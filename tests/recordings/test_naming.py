@@ -689,8 +689,8 @@ def test_files_named_and_not_named_by_a_table(tmp_path):
     )
     x = m.listings[0]
     assert x.paths == sorted(n.encode() for n in names)
-    assert {p for p, size in zip(x.paths, x.sizes) if size >= 0} == {b"x/a.wav", b"in.wav"}
-    assert {p for p, k in zip(x.paths, x.label_ids) if m.label_names[k] == "B"} == {b"in.wav"}
+    assert {p for p, size in zip(x.paths, x.sizes, strict=True) if size >= 0} == {b"x/a.wav", b"in.wav"}
+    assert {p for p, k in zip(x.paths, x.label_ids, strict=True) if m.label_names[k] == "B"} == {b"in.wav"}
     assert m.label_names == ("A", "B")
     found = kinds(m)
     assert found.keys() == {"missing_file", "not_in_table", "ignored_column"}
@@ -804,8 +804,13 @@ def judge(path: Path, folder: Path, right: dict[bytes, tuple[str, str, str]]) ->
     paths = got["files/path"].tolist()
     assert sorted([*paths, *got["rejected/path"].tolist()]) == sorted(right)
     assert paths == sorted(paths)
-    told = zip([names[i] for i in got["labels"]], got["files/sensor"].tolist(), got["files/session"].tolist())
-    assert {p: (label, s.decode(), t.decode()) for p, (label, s, t) in zip(paths, told)} == {
+    told = zip(
+        [names[i] for i in got["labels"]],
+        got["files/sensor"].tolist(),
+        got["files/session"].tolist(),
+        strict=True,
+    )
+    assert {p: (label, s.decode(), t.decode()) for p, (label, s, t) in zip(paths, told, strict=True)} == {
         p: right[p] for p in paths
     }
     for k, p in enumerate(paths):
@@ -1073,7 +1078,7 @@ def test_a_build_from_a_pattern(tmp_path):
         data, out_dir=tmp_path / "out", manifest=scan(data, pattern=PATTERN), progress="none", pipeline=QUIET
     )
     assert [r.split for r in results] == ["TRAINING", "VALIDATION"]
-    for r, begin in zip(results, ("train", "more/val")):
+    for r, begin in zip(results, ("train", "more/val"), strict=True):
         names = [n for n in PATTERN_NAMES if n.startswith(begin)]
         judge(
             r.path, data, {n.encode(): (n.split("_")[1], n.split("_")[2], n.split("_")[3][:2]) for n in names}

@@ -141,7 +141,9 @@ def test_canonical_recordings_are_read_into_their_rows(tmp_path: Path) -> None:
     assert outcomes.tolist() == [READ, USE_FALLBACK, READ, READ, READ]
     assert np.array_equal(samples[wanted], x[wanted])
     assert (samples[1] == 77).all(), "what was not asked for is left alone"
-    assert ctimes_ns[wanted].tolist() == [os.stat(p).st_ctime_ns for p, w in zip(paths, wanted) if w]
+    assert ctimes_ns[wanted].tolist() == [
+        os.stat(p).st_ctime_ns for p, w in zip(paths, wanted, strict=True) if w
+    ]
     assert digests[wanted].tolist() == [
         xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in x[wanted]
     ]
@@ -183,7 +185,7 @@ def test_files_of_other_formats_are_not_read_as_recordings(tmp_path: Path) -> No
     outcomes, _, _ = read_rows(
         paths, np.ones(len(paths), bool), times, HEADER, np.zeros((len(paths), N), np.int16)
     )
-    found = dict(zip(made, outcomes.tolist()))
+    found = dict(zip(made, outcomes.tolist()[:-1], strict=True))
     assert found.pop("gone") == errno.ENOENT
     assert found.pop("a link to itself") == errno.ELOOP
     assert found.pop("too long a name") == errno.ENAMETOOLONG
@@ -197,7 +199,7 @@ def test_files_of_other_formats_are_not_read_as_recordings(tmp_path: Path) -> No
 def read_files(folder: Path, contents: list[bytes], n: int) -> tuple[list[Path], np.ndarray, np.ndarray]:
     "Files, what compiled code says of each, and the rows of n samples that it read."
     files = [folder / f"{k}.wav" for k in range(len(contents))]
-    for file, content in zip(files, contents):
+    for file, content in zip(files, contents, strict=True):
         file.write_bytes(content)
     samples, paths = np.zeros((len(files), n), np.int16), [os.fsencode(file) for file in files]
     sizes = np.array(list(map(len, contents)))
@@ -220,8 +222,8 @@ def test_chunks_around_the_samples_are_read_by_compiled_code(tmp_path: Path) -> 
     made = {name: odd.content for name, odd in odd_wavs.READ.items()}
     made |= {name: odd.content for name, odd in odd_wavs.REFUSED.items()}
     files, outcomes, rows = read_files(tmp_path, list(made.values()), odd_wavs.N)
-    read = {name for name, outcome in zip(made, outcomes) if outcome == READ}
-    for name, file, row in zip(made, files, rows):
+    read = {name for name, outcome in zip(made, outcomes, strict=True) if outcome == READ}
+    for name, file, row in zip(made, files, rows, strict=True):
         if name in read:
             assert read_alike(file, row), name
     for name in odd_wavs.EXTRAS:

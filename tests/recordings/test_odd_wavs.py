@@ -234,7 +234,7 @@ def test_a_build_over_the_whole_set(tmp_path: Path, engine: str) -> None:
     assert r.rows + len(r.rejections) == r.found == len(walk(tmp_path / "data")) == len(manifest)
     rejected = {
         os.fsdecode(p): (c.decode(), m.decode())
-        for p, c, m in zip(got["rejected/path"], got["rejected/code"], got["rejected/message"])
+        for p, c, m in zip(got["rejected/path"], got["rejected/code"], got["rejected/message"], strict=True)
     }
     assert {p: c for p, (c, _) in rejected.items()} == {
         p: e["code"] for p, e in manifest.items() if e["expect"] == "refused"

@@ -387,7 +387,7 @@ def test_limits_of_separated_pairs() -> None:
 
 @given(st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 3)), min_size=1, max_size=40))
 def test_pair_shares_are_those_of_all_pairs(recordings: list[tuple[int, int]]) -> None:
-    values, labels = (np.array(x) for x in zip(*recordings))
+    values, labels = (np.array(x) for x in zip(*recordings, strict=True))
     shares = label_auc(values.astype(np.float32), labels)
     for k in range(len(shares)):
         mine, others = values[labels == k], values[labels != k]

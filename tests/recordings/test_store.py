@@ -120,10 +120,9 @@ def test_a_split_and_entries_next_to_it_are_found(served):
     for key in ("TRAINING/LEAK/a.wav", "TRAINING/NOLEAK/b.wav", "OTHER/c.wav", "d.wav", "TRAINING/.x/e.wav"):
         served.put(f"next/{key}", b"RIFF")
     found = lm.scan(f"s3://{BUCKET}/next", progress="none")
-    assert {p for k, p in zip(found.problems["kind"], found.problems["path"]) if k == "not_a_split"} == {
-        "OTHER",
-        "d.wav",
-    }
+    assert {
+        p for k, p in zip(found.problems["kind"], found.problems["path"], strict=True) if k == "not_a_split"
+    } == {"OTHER", "d.wav"}
     assert found.counts() == {"TRAINING": {"LEAK": 1, "NOLEAK": 1}}
 
 
