@@ -42,11 +42,6 @@ class StorePath(PosixPath):
         return super().__str__().replace(":/", "://", 1)
 
     @property
-    def bucket_url(self) -> str:
-        "URL of the bucket."
-        return f"{self.parts[0]}//{self.parts[1]}"
-
-    @property
     def prefix(self) -> str:
         "Key of the folder, without a slash at the end."
         return "/".join(self.parts[2:])
@@ -218,7 +213,8 @@ def open_store(path: StorePath) -> Any:  # a store of obstore for the bucket; ra
             from obstore.auth.boto3 import Boto3CredentialProvider
 
             more["credential_provider"] = Boto3CredentialProvider()
-        return from_url(path.bucket_url, retry_config=_RETRY, **more)  # type: ignore[call-overload]
+        bucket_url = f"{path.parts[0]}//{path.parts[1]}"
+        return from_url(bucket_url, retry_config=_RETRY, **more)  # type: ignore[call-overload]
     except ImportError as e:
         raise UsageError(
             "AWS_PROFILE is set, and the package that reads profiles is not installed",
@@ -285,7 +281,7 @@ class LocalCopies:
         self.folder = folder
         self.is_remote = isinstance(folder, StorePath)
         self._place: TemporaryDirectory | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._numbers = count()
         self._closed = False
 
@@ -335,11 +331,9 @@ class LocalCopies:
         "Begin to copy an object."
         import asyncio
 
-        place = self.place
         with self._lock:
-            if self._closed:
-                raise MachineError("the download was stopped", code="stopped", path=self.folder)
-            return asyncio.run_coroutine_threadsafe(self._copy(path, os.path.join(place, name)), self._loop)
+            copying = self._copy(path, os.path.join(self.place, name))
+            return asyncio.run_coroutine_threadsafe(copying, self._loop)
 
     async def _copy(self, path: bytes, file: bytes) -> bytes:
         "Copy an object."
