@@ -10,8 +10,10 @@ import copyreg
 import errno
 import os
 import re
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from leakmel.core.comparison import text_key
 from leakmel.core.error_codes import ERROR_CODES, RECORDING
@@ -341,3 +343,11 @@ def missing_package(
         found="the base installation of leakmel",
         remedy=f"install it{f' (about {EXTRA_MB[extra]:,} MB)' if extra in EXTRA_MB else ''}: {install_command(extra)}",
     )
+
+
+def require_package(name: str) -> Any:  # the module; raises MissingPackageError
+    "Import a package of an extra."
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as e:
+        raise missing_package(e) from e

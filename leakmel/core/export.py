@@ -13,25 +13,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from leakmel.core.errors import OutputError, VerifyError, missing_package, show_path
+from leakmel.core.errors import OutputError, VerifyError, require_package, show_path
 from leakmel.core.files import digest_of_file, replacing, write_errors
 from leakmel.core.progress import Progress
 
 # %% ../../nbs/core/export.ipynb #7dd6b30a
-def require_package(name: str) -> Any:  # the module; raises MissingPackageError
-    "Import a package of the extra `formats`."
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as e:
-        raise missing_package(e) from e
-
-
 def tree_size(folder: Path) -> tuple[int, int]:
     "Return the number of files below a folder, and their bytes."
     sizes = [path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()]

@@ -26,10 +26,11 @@ from leakmel.core.errors import (
     MachineError,
     OutputError,
     UsageError,
-    missing_package,
+    require_package,
     show_path,
     write_error,
 )
+from leakmel.core.files import write_errors
 
 # %% ../../nbs/core/store.ipynb #so000005
 SCHEMES = ("s3", "gs", "az")
@@ -107,10 +108,7 @@ def _obstore() -> Any:  # raises MissingPackageError, MachineError
             code="store-forked",
             remedy="start processes by spawn: ProcessPoolExecutor(mp_context=multiprocessing.get_context('spawn'))",
         )
-    try:
-        import obstore
-    except ModuleNotFoundError as e:
-        raise missing_package(e) from e
+    obstore = require_package("obstore")
     _used_in = os.getpid()
     return obstore
 
@@ -307,10 +305,8 @@ class LocalCopies:
         assert isinstance(folder, StorePath), "copies are made of objects only"
         self._get, self._store = _obstore().get_async, open_store(folder)
         self._prefix = f"{folder.prefix}/" if folder.prefix else ""
-        try:
+        with write_errors(Path("TMPDIR")):
             self._place = TemporaryDirectory(prefix="leakmel-", ignore_cleanup_errors=True)
-        except OSError as e:
-            raise write_error(e, e.filename or "TMPDIR") from e
         import asyncio  # what a build from a local folder does not need
 
         self._loop = asyncio.new_event_loop()

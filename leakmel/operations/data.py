@@ -228,29 +228,23 @@ class BuildPlan(RowTable):
             f"{show_path(x)} = {i} ({totals[x]:,} recordings)"
             for i, x in enumerate(self.manifest.label_names)
         ]
-        problems = [f"{k:,} {kind}" for kind, k in count_kinds(self.manifest.problems["kind"]).items()]
-        problems += (
-            ["(listed in plan.manifest.problems)"] if problems else ["none found in names and folders"]
-        )
+        counts = count_kinds(self.manifest.problems["kind"]).items()
+        problems = [*(f"{k:,} {kind}" for kind, k in counts), "(listed in plan.manifest.problems)"]
         frames = f"{n_frames} frame{'s' * (n_frames > 1)}"
         megabytes = n * 2 * math.prod(spec.row_shape) / 1e6
         slots = f"{w.slots} slots of {w.files_per_batch} recordings"
         slots_mb = w.slots * w.files_per_batch * slot_bytes(spec) / 1e6
         more = f"{4 * n * math.prod(waveform_shape(spec)) / 1e9:.3g} GB in addition"
-        waveforms = f"not stored (with_waveforms; {more})"
-        if self.given["with_waveforms"]:
-            waveforms = f"short segments of {spec.short_window} samples, float32, {more}"
+        segments = f"short segments of {spec.short_window} samples, float32, {more}"
         most = percent(self.config.max_rejected)
-        bad = f"rejected and listed; the build fails if more than {most} of the files are rejected"
-        if self.config.on_bad_file == "stop":
-            bad = "the first one stops the build"
+        listed = f"rejected and listed; the build fails if more than {most} of the files are rejected"
         check = self.given["check"]
         checked = "all rows" if check is None else f"up to {check} rows of each data set"
         rows = {
             "data": f"{show_path(self.data_root)}: {self.data_note}",
             "recordings": f"{n:,}: {splits}",
             "labels": ", ".join(labels),
-            "problems": ", ".join(problems),
+            "problems": ", ".join(problems) if counts else "none found in names and folders",
             "not labelled": unlabelled_hint(self.manifest),
             "spec": repr(spec),
             "rate and length": f"{self.decision.reason}; {self.decision.changes_text}",
@@ -261,8 +255,8 @@ class BuildPlan(RowTable):
             "mode": str(self.choice).removeprefix("mode "),
             "engine": f"{self.identity}, {w.compute_workers} threads, {w.read_workers or 'no'} separate readers, {slots} ({slots_mb:,.0f} MB)",
             "engine chosen": self.engine_reason,
-            "waveforms": waveforms,
-            "bad files": bad,
+            "waveforms": segments if self.given["with_waveforms"] else f"not stored (with_waveforms; {more})",
+            "bad files": "the first one stops the build" if self.config.on_bad_file == "stop" else listed,
             "dry": self._dry_text(),
             "check": f"{checked} are recomputed in float64 before the data set gets its name",
             "to": show_path(self.out),
