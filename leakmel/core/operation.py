@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
 
 from leakmel.core.errors import UsageError
-from leakmel.core.files import write_whole
+from leakmel.core.files import replacing
 from leakmel.core.parameters import (
     Kinds,
     add_field_options,
@@ -373,7 +373,9 @@ def newest_run(file: str) -> tuple[Path, int] | None:
 
 def write_run_file(path: Path, text: str) -> Path:
     "Write a text file in the folder of a run; raises OutputError, SpaceError."
-    return write_whole(path, text, sync=False)
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
+    return path
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:

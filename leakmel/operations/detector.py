@@ -68,8 +68,11 @@ def plan_scoring(operation: "Predict | Any", run: Run) -> tuple[Path, Any, Detec
     needed = run.keeps or not operation.data_root or isinstance(operation, Predict)
     detector = load_detector(model) if needed else None
     folder, note = find_data(operation.data_root, progress=run.progress)
-    named: dict[str, Any] = {"table": operation.table, "columns": operation.columns or None}
-    named["pattern"] = getattr(operation, "pattern", None)
+    named: dict[str, Any] = {
+        "table": operation.table,
+        "columns": operation.columns or None,
+        "pattern": getattr(operation, "pattern", None),
+    }
     manifest = None
     if any(value is not None for value in named.values()):
         manifest = lm.scan(folder, **named, with_labels=False, progress=run.progress)
@@ -379,8 +382,8 @@ class Train(WithTraining):
 
         model = show_path(result.model_path)
         lines = [*filter(None, [result.summary["stamp"]]), f"{model}: {result.detector.kind} detector"]
-        lines += [evaluation_text(result.detector.evaluations)] if evaluation is None else []
-        lines += evaluation_answer(evaluation) if evaluation is not None else []
+        known = result.detector.evaluations
+        lines += [evaluation_text(known)] if evaluation is None else evaluation_answer(evaluation)
         return [*lines, *result.next_steps[:1], f"next: leakmel predict FOLDER --model {quote(model)}"]
 
     def resample(
@@ -453,12 +456,12 @@ class Train(WithTraining):
         out = run_folder(self.out, "train")
         found = self.resample(list(self.find(run)[0].values()), out, run)
         assert found is not None
-        pages = {}
+        pages: dict[str, str] = {}
         if self.report:
             from leakmel.detector.reports import cross_validation_report
 
-            page = cross_validation_report(cast("lm.CrossValidation", found), out / "report.html")
-            pages["report"] = show_path(page)
+            by_one_group = cast("lm.CrossValidation", found)
+            pages = {"report": show_path(cross_validation_report(by_one_group, out / "report.html"))}
         return Outcome(found, found.to_dict() | pages, wrap_text(repr(found), run.width))
 
 # %% ../../nbs/operations/detector.ipynb #70d46a6c
@@ -646,19 +649,20 @@ class Predict(Operation):
         model, detector, plan = plan_scoring(self, run)
         device = self.device if self.cluster else pick_device(self.device, registered=True)
         rule = rule_of(detector, self.vote, self.threshold, self.frac, self.false_alarms)
-        scored = {"rule": str(rule), "scored": f"{self.length} recordings", "device": device}
         out = self.out and user_path(self.out)
         if run.keeps:
             out = run_folder(self.out, "predict") / "predictions.csv"
         given = {**plan.given, "model": detector, "device": device, "out": out} | values_of(
             self, "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster"
         )
-        return DetectorPlan(
-            {**plan.inputs, "spec": repr(detector.spec), **scored},
-            Path(out or "").parent,
-            given,
-            {"model": model},
-        )
+        inputs = {
+            **plan.inputs,
+            "spec": repr(detector.spec),
+            "rule": str(rule),
+            "scored": f"{self.length} recordings",
+            "device": device,
+        }
+        return DetectorPlan(inputs, Path(out or "").parent, given, {"model": model})
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Score; a notebook also writes summary.json, and stops where nothing could be scored."
