@@ -219,7 +219,8 @@ def _run(words: Sequence[str]) -> tuple[int, bool]:  # exit status, and whether 
     try:
         args = _parse(words)
         where = f"leakmel {OPERATIONS[args.command].command.words or args.command}: "
-        handlers = _catch_signals()
+        if threading.current_thread() is threading.main_thread():
+            handlers = {n: signal.signal(n, _raise_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             with warnings_to_stderr(), safe_module_path():
                 run = make(OPERATIONS[args.command], vars(args))
@@ -299,10 +300,3 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
             args.command
         ].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
-
-
-def _catch_signals() -> dict[int, Any]:
-    "Turn SIGINT and SIGTERM into an exception, if this is the main thread."
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {n: signal.signal(n, _raise_signal) for n in (signal.SIGINT, signal.SIGTERM)}

@@ -49,10 +49,7 @@ def open_cluster(
     cluster: Cluster,
 ) -> Iterator[Any]:  # an Executor or a distributed.Client; raises UsageError, MachineError
     "Connect to a cluster; a connection that was made here is closed at the end."
-    if isinstance(cluster, Executor):
-        yield cluster
-        return
-    if not isinstance(cluster, str):
+    if not isinstance(cluster, (str, Executor)):
         if type(cluster).__module__.partition(".")[0] != "distributed" or not hasattr(cluster, "submit"):
             raise UsageError(
                 "this is not a cluster",
@@ -61,6 +58,7 @@ def open_cluster(
                 expected="an Executor, a distributed.Client, or an address like tls://HOST:8786",
             )
         _warn_if_open(str(cluster.scheduler.address))
+    if not isinstance(cluster, str):
         yield cluster
         return
     from distributed import Client
@@ -132,7 +130,7 @@ def run_tasks(
 ]:  # number of a call, and its result, as they come; raises what a call raises, and MachineError
     "Call a function once for each tuple of arguments; calls that have not begun are cancelled if the iterator is closed."
     is_executor = isinstance(client, Executor)
-    todo = enumerate(zip(calls, names))
+    todo = enumerate(zip(calls, names, strict=False))  # names may go on and on
     futures = dict[Any, tuple[int, str]]()  # of tasks that are not complete
 
     def submit(n: int | None) -> None:
@@ -177,7 +175,7 @@ def run_tasks(
                     if not yield_deaths:
                         raise result from e
                     if is_broken:  # it accepts no further task
-                        todo = enumerate(zip((), ()))
+                        todo = enumerate(zip((), (), strict=True))
                 yield k, result
                 submit(None if most is None else most - len(futures))
     finally:

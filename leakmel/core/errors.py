@@ -6,11 +6,14 @@
 __all__ = ['LeakmelError']
 
 # %% ../../nbs/core/errors.ipynb #292ef69c
+import copyreg
 import errno
 import os
 import re
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from leakmel.core.comparison import text_key
 from leakmel.core.error_codes import ERROR_CODES, RECORDING
@@ -50,12 +53,9 @@ class LeakmelError(Exception):
         self.found = found
         self.expected = expected
         self.remedy = remedy
-        parts = [message if path is None else f"{show_path(path)}: {message}"]
-        if found is not None:
-            parts.append(f"found {found}")
-        if expected is not None:
-            parts.append(f"expected {expected}")
-        text = "; ".join(parts)
+        facts = {"found": found, "expected": expected}
+        told = [f"{name} {value}" for name, value in facts.items() if value is not None]
+        text = "; ".join([message if path is None else f"{show_path(path)}: {message}", *told])
         super().__init__(text if remedy is None else f"{text}. {remedy[0].upper()}{remedy[1:]}")
 
     def _render_traceback_(self) -> list[str]:  # called by IPython
@@ -66,15 +66,7 @@ class LeakmelError(Exception):
         return [f"{type(self).__name__}: {text}"]
 
     def __reduce__(self):  # subclasses have other arguments; a process of a cluster sends its errors
-        return _restored, (type(self), self.args, self.__dict__)
-
-
-def _restored(cls: type["LeakmelError"], args: tuple, attributes: dict) -> "LeakmelError":
-    "Return an error that was pickled."
-    error = cls.__new__(cls)
-    error.args = args
-    error.__dict__.update(attributes)
-    return error
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 # %% ../../nbs/core/errors.ipynb #d32dbf08
 class UsageError(LeakmelError):
@@ -143,8 +135,6 @@ class RecordingError(DataError):
         offset: int | None = None,  # byte offset in the file where the trouble starts
         remedy: str | None = None,  # what the user can do
     ):
-        if reject_code not in REJECT_CODES:
-            raise ValueError(f"unknown reject code {reject_code!r}")
         self.reject_code = reject_code
         self.offset = offset
         self.message = message if offset is None else f"{message} (byte {offset})"
@@ -353,3 +343,11 @@ def missing_package(
         found="the base installation of leakmel",
         remedy=f"install it{f' (about {EXTRA_MB[extra]:,} MB)' if extra in EXTRA_MB else ''}: {install_command(extra)}",
     )
+
+
+def require_package(name: str) -> Any:  # the module; raises MissingPackageError
+    "Import a package of an extra."
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as e:
+        raise missing_package(e) from e

@@ -13,25 +13,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from leakmel.core.errors import OutputError, VerifyError, missing_package, show_path
+from leakmel.core.errors import OutputError, VerifyError, require_package, show_path
 from leakmel.core.files import digest_of_file, replacing, write_errors
 from leakmel.core.progress import Progress
 
 # %% ../../nbs/core/export.ipynb #7dd6b30a
-def require_package(name: str) -> Any:  # the module; raises MissingPackageError
-    "Import a package of the extra `formats`."
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as e:
-        raise missing_package(e) from e
-
-
 def tree_size(folder: Path) -> tuple[int, int]:
     "Return the number of files below a folder, and their bytes."
     sizes = [path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()]
@@ -41,7 +32,8 @@ def tree_size(folder: Path) -> tuple[int, int]:
 def path_columns(paths: Sequence[bytes]) -> dict[str, list[str]]:
     "Return paths as text on one line; in base64 too where that is another text."
     shown = list(map(show_path, paths))
-    coded = ["" if s.encode() == p else base64.b64encode(p).decode() for p, s in zip(paths, shown)]
+    pairs = zip(paths, shown, strict=True)
+    coded = ["" if s.encode() == p else base64.b64encode(p).decode() for p, s in pairs]
     return {"path": shown, "path_base64": coded}
 
 

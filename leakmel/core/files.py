@@ -15,12 +15,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from leakmel.core.errors import SpaceError, VerifyError, write_error
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # %% ../../nbs/core/files.ipynb #8f928f71
 @contextmanager
@@ -77,7 +74,7 @@ def delayed_signals() -> Iterator[None]:
 # %% ../../nbs/core/files.ipynb #bfba93f0
 def read_at(
     fd: int,
-    out: "np.ndarray",  # contiguous, of any type
+    out: Any,  # an array of NumPy: contiguous, of any type
     offset: int,  # bytes
 ) -> None:  # raises OSError; VerifyError if the file is too short
     "Fill an array with the bytes of a file from an offset."
@@ -163,13 +160,10 @@ def write_whole(
         with delayed_signals():
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as new:
-                fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                try:
-                    write_all(fd, content)
+                with open(new, "xb", buffering=0) as f:
+                    write_all(f.fileno(), content)
                     if sync:
-                        os.fsync(fd)
-                finally:
-                    os.close(fd)
+                        os.fsync(f.fileno())
                 if look is not None:
                     look()
             if sync:

@@ -87,10 +87,9 @@ class Owner:
     @property
     def has_ended(self) -> bool:
         "Whether the process is known to have ended; False for one of another computer."
-        if (self.host, self.machine) != (os.uname().nodename, _this_machine()):
-            return False
-        is_known = self.machine and self.started  # could be read
-        return bool(is_known) and _start_of(self.pid) not in (self.started, None)
+        is_here = (self.host, self.machine) == (os.uname().nodename, _this_machine())
+        is_known = bool(self.machine and self.started)  # could be read
+        return is_here and is_known and _start_of(self.pid) not in (self.started, None)
 
 
 def _this_machine() -> str:
@@ -112,19 +111,19 @@ def read_owner(
     path: Path,  # of the link
 ) -> Owner | None:  # None if there is no such link
     "Read who holds a lock; whatever else is found at the path is an unknown owner."
+    unknown = Owner("an unknown computer", "", 0, "", "")
     try:
-        text = os.readlink(path)
+        owner = Owner(**json.loads(os.readlink(path)))
     except FileNotFoundError:
         return None
+    except (ValueError, TypeError):
+        return unknown
     except OSError as e:
         if e.errno != errno.EINVAL:  # which is for all that is no link
             raise
-        text = ""
-    with suppress(ValueError, TypeError):
-        owner = Owner(**json.loads(text))
-        if isinstance(owner.pid, int) and owner.pid > 0 and isinstance(owner.host, str):
-            return owner
-    return Owner("an unknown computer", "", 0, "", "")
+        return unknown
+    is_owner = isinstance(owner.pid, int) and owner.pid > 0 and isinstance(owner.host, str)
+    return owner if is_owner else unknown
 
 # %% ../../nbs/core/locks.ipynb #5cf7230c
 _POLL_S = 0.05
@@ -144,12 +143,11 @@ class OwnerLock:
         self.path = target.with_name(f".{target.name}.owner")  # the link
         self.wait_s = wait_s
         self.say = say
-        self.token = ""  # of the link while the lock is held
+        self.owner = this_owner()
 
     def __enter__(self) -> Self:  # raises OutputError if there is another holder, OSError
-        owner = this_owner()
-        until, reported = time.monotonic() + self.wait_s, False
-        while not self._made(owner):
+        until = time.monotonic() + self.wait_s
+        while not self._made():
             found = read_owner(self.path)
             if found is None:  # just released
                 continue
@@ -168,24 +166,22 @@ class OwnerLock:
                     "wait until it ends, or write to another file; if it has ended, as after a power cut, delete "
                     + show_path(self.path),
                 )
-            if self.say is not None and not reported:
+            if self.say is not None:
                 self.say(str(found))
-            reported = True
+                self.say = None  # once
             time.sleep(_POLL_S)  # nothing reports that a link is gone
-        self.token = owner.token
         return self
 
-    def _made(self, owner: Owner) -> bool:
+    def _made(self) -> bool:
         "Make the link; False if there is one already."
         try:
-            os.symlink(json.dumps(asdict(owner)), self.path)
+            os.symlink(json.dumps(asdict(self.owner)), self.path)
         except FileExistsError:  # or NFS has repeated a request whose answer was lost
-            return read_owner(self.path) == owner
+            return read_owner(self.path) == self.owner
         return True
 
     def __exit__(self, *exc) -> None:
-        found = read_owner(self.path)
-        if found is not None and found.token == self.token:  # not one that somebody put there by hand
+        if read_owner(self.path) == self.owner:  # not one that somebody put there by hand
             self.path.unlink()
 
 # %% ../../nbs/core/locks.ipynb #05344e15

@@ -50,7 +50,7 @@ class CompiledFunction:
         if len(arrays) != len(self.arrays):
             raise TypeError(f"{self.name} takes {len(self.arrays)} arrays, got {len(arrays)}")
         numbers = list[int]()
-        for i, (a, (kind, n)) in enumerate(zip(arrays, self.arrays)):
+        for i, (a, (kind, n)) in enumerate(zip(arrays, self.arrays, strict=True)):
             flags = a.flags
             if (
                 a.dtype != kind

@@ -133,7 +133,7 @@ class Sampler:
         sample: dict[str, float | None] = dict.fromkeys(SAMPLE_KEYS)
         for keys, read in self.probes:
             try:
-                sample.update(zip(keys, read()))
+                sample.update(zip(keys, read(), strict=True))
             except Exception as e:
                 self.add_missing(keys, e)
         return sample

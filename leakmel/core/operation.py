@@ -7,18 +7,16 @@ __all__ = []
 
 # %% ../../nbs/core/operation.ipynb #d4f43ca4
 import argparse
-import dataclasses
 import importlib
 import json
 import os
 import textwrap
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from datetime import datetime
 from html import escape
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
 
 from leakmel.core.errors import UsageError
 from leakmel.core.files import replacing
@@ -64,7 +62,7 @@ def option(
 ) -> Any:
     "Return a field of an operation that a command shows in another way than by its name."
     shown = dict(locals())
-    return dataclasses.field(default=shown.pop("default"), metadata=shown)
+    return field(default=shown.pop("default"), metadata=shown)
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def operation(name: str, **shown: str) -> Callable[[type[T]], type[T]]:
 # %% ../../nbs/core/operation.ipynb #e3cc6dba
 def _settings(cls: type) -> dict[str, type]:
     "Return the fields of an operation that stand for the fields of a dataclass."
-    hints: dict[str, Any] = typing.get_type_hints(cls)
+    hints: dict[str, Any] = get_type_hints(cls)
     named = {f.name: f.metadata.get("of") or hints[f.name] for f in fields(cls)}
     package = importlib.import_module("leakmel")
     found = {name: getattr(package, kind) if isinstance(kind, str) else kind for name, kind in named.items()}
@@ -169,7 +167,7 @@ def parameter_kinds(cls: type) -> Kinds:
     kinds: Kinds = {}
     for f, g, own in _parameters(cls):
         may_lack = (f.default is MISSING or f.default == ()) and not f.metadata.get("has_defaults")
-        plain = [str if typing.get_origin(k) is tuple else k for k in own]
+        plain = [str if get_origin(k) is tuple else k for k in own]
         kinds[g.name] = tuple(dict.fromkeys([*plain, *[None] * may_lack]))
     return kinds
 
@@ -193,7 +191,7 @@ def _given(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
         if name not in values:
             continue
         value = values[name]
-        if any(typing.get_origin(k) is tuple for k in kinds) and not isinstance(value, (list, tuple)):
+        if any(get_origin(k) is tuple for k in kinds) and not isinstance(value, (list, tuple)):
             try:
                 value = text_converter(kinds)(value or "")
             except (ValueError, AttributeError):  # no numbers, or no text
@@ -241,9 +239,14 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
         text = comments[f.name]
         shown = f.metadata or option().metadata
         if f.name in nested:
-            how = {"leave_out": shown["leave_out"], "none": "none" if shown["of"] else None}
-            how["show_defaults"] = not shown["of"] or shown["has_defaults"]
-            add_field_options(parser, nested[f.name], text, **how)
+            add_field_options(
+                parser,
+                nested[f.name],
+                text,
+                show_defaults=not shown["of"] or shown["has_defaults"],
+                leave_out=shown["leave_out"],
+                none="none" if shown["of"] else None,
+            )
             continue
         word = shown["metavar"] or (None if shown["positional"] else option_metavar(f.name, kinds[f.name]))
         converter = count_converter if shown["none"] == "all" else text_converter(kinds[f.name])

@@ -14,13 +14,12 @@ import math
 import re
 import sys
 import textwrap
-import types
-import typing
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from leakmel.core.errors import UsageError
 
@@ -93,13 +92,11 @@ class EarlierSetting:
         return f"here it is {' and '.join(here)}{of}{note}"
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.replace(",", " ").split())
-
-
 _ROWS = [[cell.strip() for cell in row.split("|")] for row in _EARLIER_TABLE.splitlines()]
+_WORDS_OF = re.compile(r"\w+").findall
 EARLIER_SETTINGS = [
-    EarlierSetting(area, _words(names), _words(ours), note) for area, names, ours, note in _ROWS
+    EarlierSetting(area, tuple(_WORDS_OF(names)), tuple(_WORDS_OF(ours)), note)
+    for area, names, ours, note in _ROWS
 ]
 _EARLIER = {name.casefold(): setting for setting in EARLIER_SETTINGS for name in setting.names}
 
@@ -123,24 +120,24 @@ Kinds = dict[str, tuple[type | None, ...]]  # name -> allowed types; None: may b
 
 def field_choices(cls: type) -> dict[str, tuple]:
     "Allowed values of the `Literal` fields of a dataclass."
-    found = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        for each in (hint, *typing.get_args(hint)):
-            if typing.get_origin(each) is typing.Literal:
-                found[name] = typing.get_args(each)
-    return found
+    return {
+        name: get_args(each)
+        for name, hint in get_type_hints(cls).items()
+        for each in (hint, *get_args(hint))
+        if get_origin(each) is Literal
+    }
 
 
 def field_kinds(cls: type) -> Kinds:
     "Plain types of the fields of a dataclass."
-    hints = typing.get_type_hints(cls)
+    hints = get_type_hints(cls)
     kinds: Kinds = {}
     for f in fields(cls):
-        is_union = typing.get_origin(hints[f.name]) in (typing.Union, types.UnionType)
+        is_union = get_origin(hints[f.name]) in (Union, UnionType)
         plain: list[type | None] = []
-        for hint in typing.get_args(hints[f.name]) if is_union else (hints[f.name],):
-            is_literal = typing.get_origin(hint) is typing.Literal
-            plain += map(type, typing.get_args(hint)) if is_literal else [hint]
+        for hint in get_args(hints[f.name]) if is_union else (hints[f.name],):
+            is_literal = get_origin(hint) is Literal
+            plain += map(type, get_args(hint)) if is_literal else [hint]
         kinds[f.name] = tuple(dict.fromkeys(None if kind is type(None) else kind for kind in plain))
     return kinds
 
@@ -255,8 +252,9 @@ def source_comments(value: Any) -> dict[str, str]:
             found |= {node.target.id: _comments_of(lines, node.lineno, node.end_lineno) for node in nodes}
             continue
         args = tree.args
-        pairs = [*zip(args.kwonlyargs, args.kw_defaults)]
-        pairs += zip(reversed([*args.posonlyargs, *args.args]), reversed(args.defaults))
+        pairs = [*zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+        # the first ones have no default
+        pairs += zip(reversed([*args.posonlyargs, *args.args]), reversed(args.defaults), strict=False)
         ends = {arg.arg: default.end_lineno for arg, default in pairs if default is not None}
         end, last = tree.lineno, tree.body[0].lineno - 1
         for arg in ast.iter_child_nodes(args):
@@ -299,11 +297,9 @@ def option_metavar(name: str, kinds: tuple[type | None, ...], choices: tuple = (
     allowed = "|".join([*choices, *["true", "false"] * (bool in kinds), *["none"] * (None in kinds)])
     if choices and len(allowed) <= _MOST_LETTERS:
         return allowed
-    for pattern, word in _METAVARS.items():
-        if re.search(pattern, name):
-            return word
     words = {int: "N", float: "NUMBER", bool: "true|false", str: "NAME", tuple[str, ...]: "NAME,NAME"}
-    return words.get(plain[0], "N,N,...")
+    by_name = (word for pattern, word in _METAVARS.items() if re.search(pattern, name))
+    return next(by_name, words.get(plain[0], "N,N,..."))
 
 
 _YES_NO = {"true": True, "yes": True, "false": False, "no": False}
@@ -320,8 +316,8 @@ def text_converter(allowed: tuple[type | None, ...], none: str | None = None) ->
             return _YES_NO[text]
         if kind is bool:
             raise ValueError(text)
-        if typing.get_origin(kind) is tuple:
-            part = typing.get_args(kind)[0]
+        if get_origin(kind) is tuple:
+            part = get_args(kind)[0]
             return tuple(part(word.strip()) for word in text.split(",")) if text or part is int else ()
         return kind(text)
 

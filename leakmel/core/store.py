@@ -26,10 +26,11 @@ from leakmel.core.errors import (
     MachineError,
     OutputError,
     UsageError,
-    missing_package,
+    require_package,
     show_path,
     write_error,
 )
+from leakmel.core.files import write_errors
 
 # %% ../../nbs/core/store.ipynb #so000005
 SCHEMES = ("s3", "gs", "az")
@@ -40,11 +41,6 @@ class StorePath(PosixPath):
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
-
-    @property
-    def bucket_url(self) -> str:
-        "URL of the bucket."
-        return f"{self.parts[0]}//{self.parts[1]}"
 
     @property
     def prefix(self) -> str:
@@ -112,10 +108,7 @@ def _obstore() -> Any:  # raises MissingPackageError, MachineError
             code="store-forked",
             remedy="start processes by spawn: ProcessPoolExecutor(mp_context=multiprocessing.get_context('spawn'))",
         )
-    try:
-        import obstore
-    except ModuleNotFoundError as e:
-        raise missing_package(e) from e
+    obstore = require_package("obstore")
     _used_in = os.getpid()
     return obstore
 
@@ -218,7 +211,8 @@ def open_store(path: StorePath) -> Any:  # a store of obstore for the bucket; ra
             from obstore.auth.boto3 import Boto3CredentialProvider
 
             more["credential_provider"] = Boto3CredentialProvider()
-        return from_url(path.bucket_url, retry_config=_RETRY, **more)  # type: ignore[call-overload]
+        bucket_url = f"{path.parts[0]}//{path.parts[1]}"
+        return from_url(bucket_url, retry_config=_RETRY, **more)  # type: ignore[call-overload]
     except ImportError as e:
         raise UsageError(
             "AWS_PROFILE is set, and the package that reads profiles is not installed",
@@ -285,7 +279,7 @@ class LocalCopies:
         self.folder = folder
         self.is_remote = isinstance(folder, StorePath)
         self._place: TemporaryDirectory | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._numbers = count()
         self._closed = False
 
@@ -311,10 +305,8 @@ class LocalCopies:
         assert isinstance(folder, StorePath), "copies are made of objects only"
         self._get, self._store = _obstore().get_async, open_store(folder)
         self._prefix = f"{folder.prefix}/" if folder.prefix else ""
-        try:
+        with write_errors(Path("TMPDIR")):
             self._place = TemporaryDirectory(prefix="leakmel-", ignore_cleanup_errors=True)
-        except OSError as e:
-            raise write_error(e, e.filename or "TMPDIR") from e
         import asyncio  # what a build from a local folder does not need
 
         self._loop = asyncio.new_event_loop()
@@ -335,11 +327,9 @@ class LocalCopies:
         "Begin to copy an object."
         import asyncio
 
-        place = self.place
         with self._lock:
-            if self._closed:
-                raise MachineError("the download was stopped", code="stopped", path=self.folder)
-            return asyncio.run_coroutine_threadsafe(self._copy(path, os.path.join(place, name)), self._loop)
+            copying = self._copy(path, os.path.join(self.place, name))
+            return asyncio.run_coroutine_threadsafe(copying, self._loop)
 
     async def _copy(self, path: bytes, file: bytes) -> bytes:
         "Copy an object."

@@ -20,15 +20,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from leakmel.core.errors import LeakmelError, MachineError, explain
+from leakmel.core.errors import MachineError, explain
 
 # %% ../../nbs/core/threads.ipynb #fe60a50d
 def machine_error(
     error: BaseException,  # of any kind
 ) -> BaseException:  # a MachineError for lack of memory and for errors of the system, else the same error
     "Translate errors that the machine caused."
-    if isinstance(error, LeakmelError):
-        return error
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return MachineError(
             "the process ran out of memory",

@@ -15,7 +15,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -102,19 +102,11 @@ class SpanCounts:
     parts: Mapping[str, tuple[float, int, int]] = field(default_factory=dict)
 
 # %% ../../nbs/core/timeline.ipynb #a4c7d211
-@contextmanager
-def nvtx_range(name: str) -> Iterator[None]:
+def nvtx_range(name: str) -> AbstractContextManager[None]:
     "Mark the body as an NVTX range, which a profiler shows, if torch already uses a GPU in this process."
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     uses_gpu = getattr(cuda, "is_initialized", None)  # another thread may be importing torch
-    if uses_gpu is None or not uses_gpu():
-        yield
-        return
-    cuda.nvtx.range_push(name)
-    try:
-        yield
-    finally:
-        cuda.nvtx.range_pop()
+    return cuda.nvtx.range("{}", name) if uses_gpu and uses_gpu() else nullcontext()
 
 # %% ../../nbs/core/timeline.ipynb #c2581800
 class Timeline:
@@ -182,8 +174,8 @@ def _cut_pieces(spans: list[Span]) -> list[LanePiece]:
     upper = np.full(len(times) - 1, -1)  # the span that counts between two times
     for k, (first, last) in enumerate(np.searchsorted(times, ends).tolist()):
         upper[first:last] = k
-    between = zip(times.tolist(), times[1:].tolist(), upper.tolist())
-    return [(a, b, spans[k].stage) for a, b, k in between if k >= 0 and spans[k].stage != "wait"]
+    between = zip(pairwise(times.tolist()), upper.tolist(), strict=True)
+    return [(a, b, spans[k].stage) for (a, b), k in between if k >= 0 and spans[k].stage != "wait"]
 
 
 def busy_lanes(spans: Iterable[Span], *more: float) -> tuple[np.ndarray, np.ndarray]:
@@ -218,13 +210,13 @@ def merge_lanes(
     of_interval = np.searchsorted(edges, times[:-1], side="right") - 1
     counts = np.zeros((n_slices, len(STAGES), 2), np.int64)  # files and bytes
     ended_in = np.searchsorted(edges, [s.end_s for s in spans]) - 1
-    for s, k in zip(spans, ended_in.clip(0, n_slices - 1)):
+    for s, k in zip(spans, ended_in.clip(0, n_slices - 1), strict=True):
         counts[k, STAGES.index(s.stage)] += s.n_files, s.n_bytes
     found = []
     for k in range(n_slices):
         at = float(edges[k])
         took = seconds[:, of_interval == k].sum(axis=1).tolist()
-        for name, own_s, (n_files, n_bytes) in zip(STAGES, took, counts[k].tolist()):
+        for name, own_s, (n_files, n_bytes) in zip(STAGES, took, counts[k].tolist(), strict=True):
             if own_s or n_files or n_bytes:
                 found.append(Span(name, lane, at, at + own_s, split, -1, n_files, n_bytes))
                 at += own_s
@@ -368,7 +360,7 @@ def attribute(timeline: Timeline, split: str | None = None) -> dict[str, float]:
     lanes = np.where(lanes.any(axis=0), lanes, checks)
     share = lanes / np.maximum(lanes.sum(axis=0), 1)
     idle_s = float(np.diff(times)[~lanes.any(axis=0)].sum())
-    seconds = dict(zip(STAGES, (share @ np.diff(times)).tolist()))
+    seconds = dict(zip(STAGES, (share @ np.diff(times)).tolist(), strict=True))
     return {name: s for name, s in seconds.items() if s > 0} | {"wait": idle_s}
 
 # %% ../../nbs/core/timeline.ipynb #e6dba12e
@@ -379,7 +371,7 @@ def percent_text(part: float, whole: float) -> str:  # in whole per cent; 0 % of
 
 def aligned(rows: list[tuple[str, ...]]) -> str:
     "Format rows, of which the first is the head, as a text table: first column to the left, others to the right."
-    widths = [max(map(len, column)) for column in zip(*rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [[r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])] for r in rows]
     lines = ["  ".join(row).rstrip() for row in cells]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
@@ -455,7 +447,8 @@ def amdahl_bounds(timeline: Timeline, split: str | None = None) -> dict[str, flo
     times, own = busy_lanes(spans)
     union_s = (own > 0) @ np.diff(times)
     times, of_any_split = busy_lanes(_spans_within(timeline.spans, None, first, last), first, last)
-    gains_s = dict(zip(STAGES, np.maximum(0, np.minimum(union_s, wall_s - least_s)).tolist()))
+    gains = np.maximum(0, np.minimum(union_s, wall_s - least_s)).tolist()
+    gains_s = dict(zip(STAGES, gains, strict=True))
     gains_s["wait"] = float(np.diff(times)[~of_any_split.any(axis=0)].sum())
     exclusive = attribute(timeline, split)
     found = {"wait"} | {stage for _, _, stage in pieces}

@@ -32,12 +32,9 @@ from leakmel.core.operation import (
 from leakmel.core.progress import Progress, wrap_text
 
 if TYPE_CHECKING:
-    from leakmel.dataset.config import PipelineConfig, Workers
+    from leakmel.dataset.config import Workers
     from leakmel.dataset.inputs import SpecDecision
     from leakmel.dataset.modes import ModeChoice
-    from leakmel.dataset.publish import BuildResult
-    from leakmel.mel.spec import MelSpec
-    from leakmel.recordings.manifest import Manifest
 
 # %% ../../nbs/operations/data.ipynb #e53a74b6
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +77,9 @@ class Demo(Operation):
 
     def __call__(self, run: Run) -> Outcome:
         with Progress(self.files, label="demo data set", show=run.progress) as bar:
-            given: dict[str, Any] = {"n_files": self.files, "seed": self.seed, "faults": self.faults}
-            done = lm.write_demo(self.dir, **given, progress=bar.update)
+            done = lm.write_demo(
+                self.dir, n_files=self.files, seed=self.seed, faults=self.faults, progress=bar.update
+            )
         faults = [{"path": show_path(path), "what": what} for path, what in done.faults]
         text = "\n".join([repr(done), *(f"  planted fault: {f['path']}: {f['what']}" for f in faults)])
         return Outcome(done, vars(done) | {"root": show_path(done.root), "faults": faults}, text)
@@ -168,7 +166,7 @@ class BuildPlan(RowTable):
     data_root: Path
     # where the data folder comes from
     data_note: str
-    manifest: "Manifest"
+    manifest: "lm.Manifest"
     # "all", a split, or "" for one folder of label folders
     split: str
     # spec, and how the recordings fit it
@@ -190,12 +188,12 @@ class BuildPlan(RowTable):
     engine_reason: str
 
     @property
-    def spec(self) -> "MelSpec":
+    def spec(self) -> "lm.MelSpec":
         "Settings of the features."
         return self.decision.spec
 
     @property
-    def config(self) -> "PipelineConfig":
+    def config(self) -> "lm.PipelineConfig":
         "Settings of the speed, and of rejected files."
         return self.given["pipeline"]
 
@@ -230,29 +228,23 @@ class BuildPlan(RowTable):
             f"{show_path(x)} = {i} ({totals[x]:,} recordings)"
             for i, x in enumerate(self.manifest.label_names)
         ]
-        problems = [f"{k:,} {kind}" for kind, k in count_kinds(self.manifest.problems["kind"]).items()]
-        problems += (
-            ["(listed in plan.manifest.problems)"] if problems else ["none found in names and folders"]
-        )
+        counts = count_kinds(self.manifest.problems["kind"]).items()
+        problems = [*(f"{k:,} {kind}" for kind, k in counts), "(listed in plan.manifest.problems)"]
         frames = f"{n_frames} frame{'s' * (n_frames > 1)}"
         megabytes = n * 2 * math.prod(spec.row_shape) / 1e6
         slots = f"{w.slots} slots of {w.files_per_batch} recordings"
         slots_mb = w.slots * w.files_per_batch * slot_bytes(spec) / 1e6
         more = f"{4 * n * math.prod(waveform_shape(spec)) / 1e9:.3g} GB in addition"
-        waveforms = f"not stored (with_waveforms; {more})"
-        if self.given["with_waveforms"]:
-            waveforms = f"short segments of {spec.short_window} samples, float32, {more}"
+        segments = f"short segments of {spec.short_window} samples, float32, {more}"
         most = percent(self.config.max_rejected)
-        bad = f"rejected and listed; the build fails if more than {most} of the files are rejected"
-        if self.config.on_bad_file == "stop":
-            bad = "the first one stops the build"
+        listed = f"rejected and listed; the build fails if more than {most} of the files are rejected"
         check = self.given["check"]
         checked = "all rows" if check is None else f"up to {check} rows of each data set"
         rows = {
             "data": f"{show_path(self.data_root)}: {self.data_note}",
             "recordings": f"{n:,}: {splits}",
             "labels": ", ".join(labels),
-            "problems": ", ".join(problems),
+            "problems": ", ".join(problems) if counts else "none found in names and folders",
             "not labelled": unlabelled_hint(self.manifest),
             "spec": repr(spec),
             "rate and length": f"{self.decision.reason}; {self.decision.changes_text}",
@@ -263,8 +255,8 @@ class BuildPlan(RowTable):
             "mode": str(self.choice).removeprefix("mode "),
             "engine": f"{self.identity}, {w.compute_workers} threads, {w.read_workers or 'no'} separate readers, {slots} ({slots_mb:,.0f} MB)",
             "engine chosen": self.engine_reason,
-            "waveforms": waveforms,
-            "bad files": bad,
+            "waveforms": segments if self.given["with_waveforms"] else f"not stored (with_waveforms; {more})",
+            "bad files": "the first one stops the build" if self.config.on_bad_file == "stop" else listed,
             "dry": self._dry_text(),
             "check": f"{checked} are recomputed in float64 before the data set gets its name",
             "to": show_path(self.out),
@@ -472,18 +464,18 @@ class Build(WithFeatures):
             lines.append(f"next: leakmel train {quote(show_path(made))} --out detector{leak}")
         return Outcome(results, body | report, "\n".join(lines))
 
-    def _analysis_lines(self, results: "Sequence[BuildResult]", run: Run) -> list[str]:
+    def _analysis_lines(self, results: "Sequence[lm.BuildResult]", run: Run) -> list[str]:
         "Lines on the run time, with an empty one above; `auto` has none for less than a minute."
         from leakmel.core.timeline import analysis_text
 
         if self.analysis == "auto" and results[0].run_s < _LONG_S:
             return []
         done = [r.summary for r in results if not r.summary["nothing_to_do"]]
-        how: dict[str, Any] = {"width": run.width, "analysis": self.analysis}
-        text = analysis_text(results[0].timeline, done, **how) if done else ""
+        timeline = results[0].timeline
+        text = analysis_text(timeline, done, width=run.width, analysis=self.analysis) if done else ""
         return ["", text] if text else []
 
-    def _write_report(self, results: "Sequence[BuildResult]") -> dict[str, str]:
+    def _write_report(self, results: "Sequence[lm.BuildResult]") -> dict[str, str]:
         "Write the report of a build, and return its path for `--json`."
         from leakmel.pages.dashboard import build_report
 
@@ -505,24 +497,22 @@ class Build(WithFeatures):
         }
         remedy = "build the parts of one split, and join them with leakmel build --join"
         refuse_unused(unused, "together with --part", remedy)
-        root: Any = self.data_root
-        out: Any = self.out
         options = {name: value for name, value in given.items() if name not in ("mode", "check", "fresh")}
-        part: Any = self.part
-        made = lm.build_part(root, part=part, split=self.split, out=out, **options)
+        options |= {"root": self.data_root, "part": self.part, "split": self.split, "out": self.out}
+        made = lm.build_part(**options)
         what = (
             "complete before" if made.was_complete else f"{made.found:,} recordings in {made.seconds:.2f} s"
         )
         if made.path.suffix == ".empty":
             why = "because there are more parts than recordings"
             what += f", {'none of which can be used' if made.found else why}"
-        next_command = f"When all parts are built: leakmel build --join {quote(show_path(out))}"
+        next_command = f"When all parts are built: leakmel build --join {quote(show_path(options['out']))}"
         text = f"part {made.number} of {made.n_parts}: {what}: {show_path(made.path)}\n{next_command}"
         body = {name: value for name, value in vars(made).items() if name != "lane"}
         return Outcome(made, body | {"path": show_path(made.path)}, text)
 
 # %% ../../nbs/operations/data.ipynb #92fe2a7a
-def build_text(result: "BuildResult", run: Run) -> str:
+def build_text(result: "lm.BuildResult", run: Run) -> str:
     "Return how a data set was built: the time, the engine and the page cache."
     from leakmel.dataset.publish import rate_text, reused_rows_sentence
     from leakmel.pages.dashboard import cache_sentence
@@ -540,7 +530,7 @@ def build_text(result: "BuildResult", run: Run) -> str:
 
 
 def build_answer(
-    results: "Sequence[BuildResult]",
+    results: "Sequence[lm.BuildResult]",
     # the words of a command that name the recordings
     words: Sequence[str],
     run: Run,
@@ -559,17 +549,16 @@ def build_answer(
         lines += [f"{show_path(r.path.name)}: {counted}", f"  {r.verified.verdict}"]
         if kept := reused_rows_sentence(s):
             lines.append(f"  {kept}")
-        if s["labels_by_people"]:
-            lines.append(f"  labels: {counts_text(s['labels_by_people'])}")
-        if s["status_counts"]:
-            lines.append(f"  changed to fit: {format_counts(s['status_counts'])}")
+        people = s["labels_by_people"]
         counts = Counter(x.code for x in r.rejections)
-        if counts:
-            lines.append("  rejected: " + ", ".join(f"{n:,} x {code}" for code, n in counts.most_common()))
-        if share := share_sentence(n_rejected, r.found, s["pipeline"]["max_rejected"]):
-            lines.append(f"  rejected: {share}")
-        if s["unlabelled"] and counts["no_label"]:
-            lines.append(f"  not labelled: {s['unlabelled']}")  # with a command to paste
+        facts = (
+            ("labels", counts_text(people) if people else ""),
+            ("changed to fit", format_counts(s["status_counts"])),
+            ("rejected", ", ".join(f"{n:,} x {code}" for code, n in counts.most_common())),
+            ("rejected", share_sentence(n_rejected, r.found, s["pipeline"]["max_rejected"])),
+            ("not labelled", s["unlabelled"] if counts["no_label"] else ""),  # with a command to paste
+        )
+        lines += [f"  {name}: {text}" for name, text in facts if text]
     problems = sum((Counter(r.summary["problems_by_kind"]) for r in results), Counter[str]())
     if problems:
         scan = join(["leakmel", "scan", show_path(results[0].summary["root"]), *words, "--content"])
@@ -579,7 +568,7 @@ def build_answer(
     return "\n".join(line if "leakmel " in line else wrap_text(line, run.width) for line in lines)
 
 
-def run_summary(results: "Sequence[BuildResult]") -> dict[str, Any]:
+def run_summary(results: "Sequence[lm.BuildResult]") -> dict[str, Any]:
     "Return the summary of a run with all its splits."
     seconds = results[0].run_s
     found = sum(r.found for r in results)
@@ -616,12 +605,13 @@ class Join(Operation):
     speed: Mapping[str, Any] = option(of="PipelineConfig", has_defaults=True)
 
     def __call__(self, run: Run) -> Outcome:
-        how: dict[str, Any] = {"check": self.check, "keep_parts": self.keep_parts, "progress": run.progress}
         speed = {
             name: None if value == "none" and name != "compression" else value
             for name, value in self.speed.items()
         }
-        made = lm.join(self.out, pipeline=speed, **how)
+        made = lm.join(
+            self.out, pipeline=speed, check=self.check, keep_parts=self.keep_parts, progress=run.progress
+        )
         return Outcome(made, made.summary, f"{show_path(made.path)}\n{build_answer([made], (), run)}")
 
 
@@ -641,8 +631,8 @@ class Verify(Operation):
     columns: str = option("", metavar="NAME=COLUMN,...")
 
     def __call__(self, run: Run) -> Outcome:
-        table: dict[str, Any] = {"table": self.table, "columns": self.columns or None}
-        report = lm.verify(self.file, root=self.root, sample=self.sample, **table)
+        columns: Any = self.columns or None
+        report = lm.verify(self.file, root=self.root, sample=self.sample, table=self.table, columns=columns)
         lines = [f"{show_path(self.file)}: {report.verdict}"]
         lines += [f"  {p}" for p in report.problems[1:20]]  # the verdict has the first
         if len(report.problems) > 20:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import leakmel as lm
 from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
@@ -32,11 +32,6 @@ from leakmel.core.operation import (
 )
 from leakmel.core.progress import wrap_text
 from leakmel.detector.model.settings import CheckpointSettings, Metric, TrainSettings
-
-if TYPE_CHECKING:
-    from leakmel.detector.evaluate.evaluation import Evaluation
-    from leakmel.detector.evaluate.resampling import CrossValidation, Generalisation, LearningCurve
-    from leakmel.detector.train.loop import TrainResult
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,8 +68,11 @@ def plan_scoring(operation: "Predict | Any", run: Run) -> tuple[Path, Any, Detec
     needed = run.keeps or not operation.data_root or isinstance(operation, Predict)
     detector = load_detector(model) if needed else None
     folder, note = find_data(operation.data_root, progress=run.progress)
-    named: dict[str, Any] = {"table": operation.table, "columns": operation.columns or None}
-    named["pattern"] = getattr(operation, "pattern", None)
+    named: dict[str, Any] = {
+        "table": operation.table,
+        "columns": operation.columns or None,
+        "pattern": getattr(operation, "pattern", None),
+    }
     manifest = None
     if any(value is not None for value in named.values()):
         manifest = lm.scan(folder, **named, with_labels=False, progress=run.progress)
@@ -180,7 +178,7 @@ def find_model(model: str | None) -> tuple[Path, str]:  # file, and its origin a
     return newest[0], f"the newest of {newest[1]:,} below {where}; set LEAKMEL_MODEL or model for another one"
 
 # %% ../../nbs/operations/detector.ipynb #2b7985ae
-def run_summary(result: "TrainResult", evaluation: "Evaluation | None") -> dict[str, Any]:
+def run_summary(result: "lm.TrainResult", evaluation: "lm.Evaluation | None") -> dict[str, Any]:
     "Return training and evaluation as plain values."
     from leakmel.detector.model.card import evaluation_result
 
@@ -258,14 +256,22 @@ class WithTraining(Operation):
         given: dict[str, Any] = {"training": files["training"], "validation": files.get("validation")}
         if self.group is not None:
             every = list(files.values())
-            how: dict[str, Any] = {"task": task, "labels": people, "progress": run.progress}
-            how |= values_of(self, "allow_leaky_split legacy") | {"needs_validation": needs_validation}
-            shares = without_validation(DEFAULT_SHARES) if self.validation == "none" else None
-            split = group_split(every, self.group, shares=shares, seed=self.settings.seed, **how)
+            split = group_split(
+                every,
+                self.group,
+                shares=without_validation(DEFAULT_SHARES) if self.validation == "none" else None,
+                seed=self.settings.seed,
+                task=task,
+                labels=people,
+                allow_leaky_split=self.allow_leaky_split,
+                legacy=self.legacy,
+                needs_validation=needs_validation,
+                progress=run.progress,
+            )
             given = {"training": every, "split": split}
             rows["split"] = f"{split!r}. {split.method}"
-        given |= self.of_task | {"labels": labels}
-        given |= values_of(self, "settings checkpoints device allow_leaky_split legacy resume")
+        own = values_of(self, "settings checkpoints device allow_leaky_split legacy resume")
+        given |= self.of_task | {"labels": labels} | own
         rows["leak"] = f"{self.leak_label} ({self.kind})"
         if labels is not None:
             rows["labels"] = f"by people, {show_path(labels)}"
@@ -327,11 +333,11 @@ class Train(WithTraining):
         how = f"of all recordings by {self.group or 'sensor'}, folds {self.n_folds or 5}, seeds {self.seeds or seeds}"
         return replace(plan, inputs={**plan.inputs, name: how})
 
-    def train(self, plan: DetectorPlan, run: Run) -> "TrainResult":
+    def train(self, plan: DetectorPlan, run: Run) -> "lm.TrainResult":
         "Train, and write the files of the model."
         return lm.train(out=plan.out, progress=run.progress, **plan.given)
 
-    def evaluate(self, plan: DetectorPlan, result: "TrainResult", run: Run) -> "Evaluation | None":
+    def evaluate(self, plan: DetectorPlan, result: "lm.TrainResult", run: Run) -> "lm.Evaluation | None":
         "Evaluate the detector on the test set, where there is one, and add the figures to summary.json."
         from leakmel.detector.evaluate.evaluation import record_evaluation
 
@@ -369,24 +375,24 @@ class Train(WithTraining):
         body = run_summary(result, evaluation) | report
         return Outcome(result, body, wrap_text("\n".join(lines), run.width))
 
-    def _answer(self, result: "TrainResult", evaluation: "Evaluation | None") -> list[str]:
+    def _answer(self, result: "lm.TrainResult", evaluation: "lm.Evaluation | None") -> list[str]:
         "Return what a person acts on: the detector, its evaluation, and the next steps."
         from leakmel.detector.evaluate.evaluation import evaluation_answer
         from leakmel.detector.model.card import evaluation_text
 
         model = show_path(result.model_path)
         lines = [*filter(None, [result.summary["stamp"]]), f"{model}: {result.detector.kind} detector"]
-        lines += [evaluation_text(result.detector.evaluations)] if evaluation is None else []
-        lines += evaluation_answer(evaluation) if evaluation is not None else []
+        known = result.detector.evaluations
+        lines += [evaluation_text(known)] if evaluation is None else evaluation_answer(evaluation)
         return [*lines, *result.next_steps[:1], f"next: leakmel predict FOLDER --model {quote(model)}"]
 
     def resample(
         self, files: Sequence[Path], out: Path, run: Run
-    ) -> "CrossValidation | Generalisation | LearningCurve | None":
+    ) -> "lm.CrossValidation | lm.Generalisation | lm.LearningCurve | None":
         "Evaluate by cross-validation over the recordings of all data sets; None: not requested."
         group = self.group or "sensor"
-        given = self.of_task | {"out": out, "progress": run.progress}
-        given |= values_of(self, "settings device legacy labels")
+        own = values_of(self, "settings device legacy labels")
+        given = self.of_task | own | {"out": out, "progress": run.progress}
         given |= {n: v for n, v in values_of(self, "n_folds seeds").items() if v is not None}
         if self.learning_curve:
             return lm.learning_curve(files, group=group, **given)
@@ -450,12 +456,12 @@ class Train(WithTraining):
         out = run_folder(self.out, "train")
         found = self.resample(list(self.find(run)[0].values()), out, run)
         assert found is not None
-        pages = {}
+        pages: dict[str, str] = {}
         if self.report:
             from leakmel.detector.reports import cross_validation_report
 
-            page = cross_validation_report(cast("CrossValidation", found), out / "report.html")
-            pages["report"] = show_path(page)
+            by_one_group = cast("lm.CrossValidation", found)
+            pages = {"report": show_path(cross_validation_report(by_one_group, out / "report.html"))}
         return Outcome(found, found.to_dict() | pages, wrap_text(repr(found), run.width))
 
 # %% ../../nbs/operations/detector.ipynb #70d46a6c
@@ -528,17 +534,27 @@ class Evaluate(Operation):
         task = {"task": repr(load_detector(model).task)} if run.keeps else {}
         data = self.data or (find_data_sets(None, progress=run.progress)[0]["training"].parent,)
         parts = find_test_sets(data, self.training, self.validation)
-        inputs = {"model": f"{show_path(model)}: {note}"} | task
-        inputs |= {part: ", ".join(map(show_path, parts[part])) for part in PARTS if part in parts}
-        inputs |= {"votes": ", ".join(self.votes), "intervals": f"over each {self.group}", "device": device}
-        given = {"model": model, "data": parts["testing"], "labels": None}
-        given |= {part: parts.get(part) for part in ("training", "validation")}
+        inputs = {
+            "model": f"{show_path(model)}: {note}",
+            **task,
+            **{part: ", ".join(map(show_path, parts[part])) for part in PARTS if part in parts},
+            "votes": ", ".join(self.votes),
+            "intervals": f"over each {self.group}",
+            "device": device,
+        }
         if self.labels is not None:
-            given["labels"] = user_path(self.labels)
             inputs["labels"] = f"by people, {show_path(self.labels)}"
-        given |= values_of(
+        own = values_of(
             self, "votes group metric n_draws seed files_per_batch legacy allow_leaky_split device"
         )
+        given = {
+            "model": model,
+            "data": parts["testing"],
+            "training": parts.get("training"),
+            "validation": parts.get("validation"),
+            "labels": None if self.labels is None else user_path(self.labels),
+            **own,
+        }
         return DetectorPlan(inputs, run_folder(self.out, "evaluation"), given)
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
@@ -633,19 +649,20 @@ class Predict(Operation):
         model, detector, plan = plan_scoring(self, run)
         device = self.device if self.cluster else pick_device(self.device, registered=True)
         rule = rule_of(detector, self.vote, self.threshold, self.frac, self.false_alarms)
-        scored = {"rule": str(rule), "scored": f"{self.length} recordings", "device": device}
         out = self.out and user_path(self.out)
         if run.keeps:
             out = run_folder(self.out, "predict") / "predictions.csv"
         given = {**plan.given, "model": detector, "device": device, "out": out} | values_of(
             self, "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster"
         )
-        return DetectorPlan(
-            {**plan.inputs, "spec": repr(detector.spec), **scored},
-            Path(out or "").parent,
-            given,
-            {"model": model},
-        )
+        inputs = {
+            **plan.inputs,
+            "spec": repr(detector.spec),
+            "rule": str(rule),
+            "scored": f"{self.length} recordings",
+            "device": device,
+        }
+        return DetectorPlan(inputs, Path(out or "").parent, given, {"model": model})
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Score; a notebook also writes summary.json, and stops where nothing could be scored."

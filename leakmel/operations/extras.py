@@ -33,7 +33,7 @@ from leakmel.core.operation import (
     write_summary,
 )
 from leakmel.core.parameters import Kinds
-from leakmel.core.progress import Progress, print_error, wrap_text
+from leakmel.core.progress import Progress, print_error, size_text, wrap_text
 from leakmel.core.threads import start_process
 from leakmel.detector.model.settings import CheckpointSettings, RoundRules, TrainSettings
 from leakmel.operations.data import WithFeatures
@@ -108,10 +108,6 @@ class WorkingFolder:
 # %% ../../nbs/operations/extras.ipynb #912c046d
 def make_working_folder(folder: str | os.PathLike) -> WorkingFolder:  # raises OutputError
     "Copy the run notebooks into a folder, new or not, and create runs/ in it; existing files are not changed."
-    if not os.fspath(folder):
-        raise UsageError(
-            "the name of the folder is empty", code="usage", remedy="name a folder: leakmel init DIR"
-        )
     target = user_path(folder)
     if os.path.lexists(target) and not target.is_dir():
         raise OutputError(
@@ -250,9 +246,11 @@ class Labels(Operation):
                 recordings=self.recordings,
             )
         else:
-            to: Any = self.to
             made = export_tracks(
-                self.files[0], to, format=self.format or "audacity", recordings=self.recordings
+                self.files[0],
+                self.to,  # type: ignore[arg-type]
+                format=self.format or "audacity",
+                recordings=self.recordings,
             )
         return Outcome(made, made.summary, repr(made))
 
@@ -544,8 +542,8 @@ class Correlate(Operation):
             m_s, length = getattr(speed, "speed_m_s", speed), self.distance_m
             a = synthetic_pair(position_m=0.3 * length, distance_m=length, speed_m_s=m_s)
         b = None if self.b is None else user_path(self.b)
-        names = ("distance_m", "clock_error_s", "offset_s", "distance_error_m", "speed_error_m_s", "method")
-        given: dict[str, Any] = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        own = values_of(self, "distance_m clock_error_s offset_s distance_error_m speed_error_m_s method")
+        given = {name: value for name, value in own.items() if value is not None}
         found = lm.correlate(a, b, speed_m_s=speed, band_hz=None if band[0] is None else band, **given)
         text = found.text()
         if page is not None:
@@ -567,10 +565,6 @@ class Search(WithTraining):
     data: str | None = option(positional=True)
     # folder of the search: trials.csv, the best model (model.pt), summary.json, figures; an interrupted search in this folder is resumed
     out: str | None = option(metavar="DIR")
-    # validation set, on which trials are compared (default: the one in the folder)
-    validation: str | None = option(None, metavar="FILE")
-    # as for leakmel train: split all recordings again by this column; the test split is not read
-    group: str | None = None
     # settings to vary, as JSON or a JSON file: '{"learning_rate": [0.001, 0.01], "batch_size": {"choices": [128, 256]}}' (default: ten settings
     # in their usual ranges)
     space: str | None = option(None, metavar="JSON")
@@ -674,13 +668,19 @@ class Retrain(Operation):
             "validation": [find_data_set(path, "validation") for path in validation] or None,
         }
         seed: dict[str, Any] = {} if self.seed is None else {"seed": self.seed}
-        given: dict[str, Any] = {"champion": champion, **parts, "settings": {**self.settings, **seed}}
-        given["rules"] = replace(self.rules, **seed)
-        given |= values_of(self, "human_labels group resume allow_leaky_split checkpoints device")
-        inputs = {"champion": note if champion is None else f"{show_path(champion)}: {note}"}
-        shown = {n.replace("_", " "): files for n, files in parts.items() if files}
-        inputs |= {name: ", ".join(map(show_path, files)) for name, files in shown.items()}
-        inputs |= {"decided by": self.rules.metric, "device": device}
+        given = {
+            "champion": champion,
+            **parts,
+            "settings": {**self.settings, **seed},
+            "rules": replace(self.rules, **seed),
+            **values_of(self, "human_labels group resume allow_leaky_split checkpoints device"),
+        }
+        inputs = {
+            "champion": note if champion is None else f"{show_path(champion)}: {note}",
+            **{n.replace("_", " "): ", ".join(map(show_path, files)) for n, files in parts.items() if files},
+            "decided by": self.rules.metric,
+            "device": device,
+        }
         return DetectorPlan(inputs, out, given)
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
@@ -731,8 +731,8 @@ class Nightly(Operation):
         model, _, plan = plan_scoring(self, run)
         state = user_path(self.state) if self.state else runs_folder() / "nightly"
         budget = f"{self.budget:g} false visits per 100 sensor-nights, {self.audits} audits"
-        given = {**plan.given, "model": model, "state": state}
-        given |= values_of(self, "budget audits visited reference device")
+        own = values_of(self, "budget audits visited reference device")
+        given = {**plan.given, "model": model, "state": state, **own}
         return DetectorPlan({**plan.inputs, "budget": budget}, state, given)
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
@@ -879,7 +879,6 @@ class Cache(Operation):
     unused_days: float = option(0, metavar="N")
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.core.progress import size_text
         from leakmel.dataset.modes import cache_folder, clear_cache, list_cache
 
         folder, is_list = cache_folder(self.cache_dir), self.what == "list"

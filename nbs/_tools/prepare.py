@@ -622,7 +622,7 @@ with the remedy. The list shows what happened and the remedy; `{...}` stands for
 
 def errors_text() -> str:
     "All error codes, from their registry, with the messages that have them, as Markdown."
-    from leakmel.core import error_codes
+    from leakmel.core.error_codes import TABLES
 
     texts: dict[str, list[str]] = {}
     for m in messages():
@@ -631,15 +631,13 @@ def errors_text() -> str:
             continue  # all of it is inserted
         texts.setdefault(m.code, []).append(re.sub(r"([|<>*_`])", r"\\\1", " ".join(text.split())))
     parts = ["# Error codes", ERRORS_TEXT]
-    for name, table in vars(error_codes).items():
-        if name.isupper() and name != "ERROR_CODES" and isinstance(table, dict) and table:
-            title = name.replace("_", " ").capitalize()
-            rows = []
-            for code, meaning in sorted(table.items()):
-                own = list(dict.fromkeys(texts.get(code, [])))
-                remedies = "<br>".join(f"• {text}" for text in own) if len(own) > 1 else "".join(own)
-                rows.append(f"| `{code}` | {meaning} | {remedies} |")
-            parts += [f"## {title}", "\n".join(["| code | meaning | messages |", "|---|---|---|", *rows])]
+    for title, table in TABLES.items():
+        rows = []
+        for code, meaning in sorted(table.items()):
+            own = list(dict.fromkeys(texts.get(code, [])))
+            remedies = "<br>".join(f"• {text}" for text in own) if len(own) > 1 else "".join(own)
+            rows.append(f"| `{code}` | {meaning} | {remedies} |")
+        parts += [f"## {title}", "\n".join(["| code | meaning | messages |", "|---|---|---|", *rows])]
     return "\n\n".join(parts)
 
 

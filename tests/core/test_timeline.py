@@ -4,6 +4,8 @@ import json
 import sys
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +230,16 @@ def test_spans_are_nvtx_ranges_where_torch_uses_a_gpu(
 ) -> None:
     "Also where the body fails; no package is imported for it."
     told = list[str]()
-    nvtx = types.SimpleNamespace(range_push=told.append, range_pop=lambda: told.append("end"))
+
+    @contextmanager
+    def told_range(text: str, *values: str) -> Iterator[None]:  # as torch.cuda.nvtx.range
+        told.append(text.format(*values))
+        try:
+            yield
+        finally:
+            told.append("end")
+
+    nvtx = types.SimpleNamespace(range=told_range)
     cuda = types.SimpleNamespace(is_initialized=lambda: uses_gpu, nvtx=nvtx)
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "nvtx", None)
