@@ -458,10 +458,9 @@ def _rejected_now(
     "Return what a build would do with a rejected file now, the end of a sentence; empty: reject it so."
     if not os.path.lexists(file):
         return "" if code == "unreadable" else " and no longer exists"
-    if naming.source == "table" and code in ("no_label", "dry"):
-        return ""  # the table was compared
-    if code == "dry" and naming.read(path).parts.gain == 1:
-        return ""  # it was not read
+    compared = ("no_label", "dry") if naming.source == "table" else ()  # with the table
+    if code in compared or (code == "dry" and naming.read(path).parts.gain == 1):  # it was not read
+        return ""
     now = "is valid"
     try:
         if naming.source != "table" and (code == "no_label" or not by_people):

@@ -348,26 +348,26 @@ class Metadata:
 _MAX_OBJECTS = 1000  # in a file; a data set has some thirty
 
 
-class _UnsafeFile(ValueError):
+class UnsafeFile(ValueError):
     "A reason not to read an HDF5 file."
 
 
-def _all_sets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
-    "Yield name and HDF5 data set, for every one of a file; raises _UnsafeFile."
+def all_sets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
+    "Yield name and HDF5 data set, for every one of a file; raises UnsafeFile."
     root = h5py.h5o.open(file.id, b"/")
     todo = [("", root)]
     seen = {root}
     while todo:
         place, group = todo.pop()
         if len(group) + len(seen) > _MAX_OBJECTS:
-            raise _UnsafeFile(f"the file has more than {_MAX_OBJECTS} objects")
+            raise UnsafeFile(f"the file has more than {_MAX_OBJECTS} objects")
         for path in group:
             name = place + path.decode("utf-8", "surrogateescape")
             if group.links.get_info(path).type != h5py.h5l.TYPE_HARD:
-                raise _UnsafeFile(f"{name} is a link to another object or file")
+                raise UnsafeFile(f"{name} is a link to another object or file")
             item = h5py.h5o.open(group, path)
             if item in seen:
-                raise _UnsafeFile(f"{name} has two names")
+                raise UnsafeFile(f"{name} has two names")
             if isinstance(item, h5py.h5g.GroupID):
                 todo.append((f"{name}/", item))
             elif isinstance(item, h5py.h5d.DatasetID):
@@ -442,7 +442,7 @@ def metadata_digest(
 ) -> str:
     "Return the xxh3-128 digest of everything except rows and waveforms: names, types, shapes and bytes of all HDF5 data sets, and the attributes of the root."
     if columns is None:
-        columns = {name: x for name, x in _all_sets(file) if name not in PARTS}
+        columns = {name: x for name, x in all_sets(file) if name not in PARTS}
     return _digest(columns, file.attrs if attributes is None else attributes)
 
 # %% ../../nbs/dataset/schema.ipynb #bd9782ec
@@ -510,18 +510,17 @@ def _why_unsafe(name: str, item: h5py.Dataset, size: int) -> str:
     return next((f"{name} {reason}" for reason, holds in reasons.items() if holds), "")
 
 
-def safe_sets(file: h5py.File) -> tuple[dict[str, h5py.Dataset], list[str]]:
-    "Return the HDF5 data sets of a file by name, and reasons not to read it: parts in other files, sizes larger than the file, unexpected types."
-    try:
-        sets = dict(_all_sets(file))
-    except _UnsafeFile as e:
-        return {}, [str(e)]
-    size = os.path.getsize(file.filename)
-    problems = [problem for name, item in sets.items() if (problem := _why_unsafe(name, item, size))]
-    loose = size - sum(item.id.get_storage_size() for item in sets.values())
+def safe_sets(file: h5py.File) -> dict[str, h5py.Dataset]:  # by name; raises UnsafeFile
+    "Return the HDF5 data sets of a file, unless it has parts in other files, sizes larger than the file or unexpected types."
+    sets = dict(all_sets(file))
+    size = loose = os.path.getsize(file.filename)
+    for name, item in sets.items():
+        loose -= item.id.get_storage_size()
+        if problem := _why_unsafe(name, item, size):
+            raise UnsafeFile(problem)
     if loose > _MAX_OTHER_BYTES + size // 16:
-        problems.append(f"{loose:,} of the {size:,} bytes of the file belong to no data set")
-    return sets, problems
+        raise UnsafeFile(f"{loose:,} of the {size:,} bytes of the file belong to no data set")
+    return sets
 
 # %% ../../nbs/dataset/schema.ipynb #e8a30002
 _SECONDS = 0.7  # of processor time for the structure of a small file
@@ -602,11 +601,9 @@ def _is_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "alloc" in str(error)
 
 
-def _read_all(file: h5py.File) -> tuple[str, str]:
-    "Read what readers read of an HDF5 file except rows and plain columns; return the code of an error and the reason."
-    sets, problems = safe_sets(file)
-    if problems:
-        return "unsafe-file", problems[0]
+def _read_all(file: h5py.File) -> None:
+    "Read what readers read of an HDF5 file except rows and plain columns; raises UnsafeFile, and what HDF5 raises."
+    sets = safe_sets(file)
     for _, value in description(file):
         if isinstance(value, Exception) and not isinstance(value, TypeError):  # h5py does not know all types
             raise value
@@ -614,7 +611,6 @@ def _read_all(file: h5py.File) -> tuple[str, str]:
         if item.dtype.hasobject:
             for _ in _pieces(item):
                 pass
-    return "", ""
 
 
 def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
@@ -642,7 +638,10 @@ def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
             said = (e.errno or 0, "open", str(e.args[-1]))
         else:
             with file:
-                said = (0, *_read_all(file))
+                _read_all(file)
+            said = (0, "", "")
+    except UnsafeFile as e:
+        said = (0, "unsafe-file", str(e))
     except BaseException as e:
         said = (0, "damaged-data-set", f"{type(e).__name__}: {e}")
         if _is_memory(e):

@@ -284,9 +284,11 @@ class RowFile:
     @property
     def parts(self) -> list[tuple[str, int, int]]:
         "Name of the digests in an entry, byte offset and bytes of an item: of rows, and of waveforms if any."
-        rows = ("digest", self.offset, self.row_bytes)
-        waveforms = ("waveform_digest", self.waveform_offset, self.waveform_bytes)
-        return [rows, waveforms] if self.waveform_bytes else [rows]
+        both = [
+            ("digest", self.offset, self.row_bytes),
+            ("waveform_digest", self.waveform_offset, self.waveform_bytes),
+        ]
+        return both if self.waveform_bytes else both[:1]
 
     def write(self, first: int, items: np.ndarray, part: int = 0) -> int:
         "Write items of a part of candidates first, first + 1 ...: rows [k, L, S, M, T] float16, or waveforms; return the bytes written."
