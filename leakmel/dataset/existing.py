@@ -25,7 +25,7 @@ import h5py
 import numpy as np
 import xxhash
 
-from leakmel import __version__
+import leakmel
 from leakmel.core.errors import DataError, VerifyError
 from leakmel.core.files import (
     open_regular_file,
@@ -127,7 +127,7 @@ def journal_identity(
     "Return the facts that must be equal for a build to be resumed. Sizes and times of recordings are compared row by row."
     return {
         "schema": JOURNAL_SCHEMA,
-        "leakmel_version": __version__,
+        "leakmel_version": leakmel.__version__,
         "fingerprint": fingerprint,
         "engine": engine,
         "row_shape": list(row_shape),
@@ -177,7 +177,7 @@ def engine_of_journal(path: Path) -> tuple[str, str] | None:
         open(open_regular_file(path, os.O_NOFOLLOW), "rb") as f,
     ):
         head = _body(f.readline(_MAX_HEADER_BYTES))
-        if (head["schema"], head["leakmel_version"]) == (JOURNAL_SCHEMA, __version__) and f.read(1):
+        if (head["schema"], head["leakmel_version"]) == (JOURNAL_SCHEMA, leakmel.__version__) and f.read(1):
             return str(head["engine"]), str(head["fingerprint"])
     return None
 
@@ -452,7 +452,7 @@ def _has_settings(
     expected = {
         "schema_version": schema.SCHEMA_VERSION,
         "fingerprint": fingerprint,
-        "leakmel_version": __version__,
+        "leakmel_version": leakmel.__version__,
         schema.DIGEST_ATTRIBUTE: digest,
     }
     return all(f.attrs[k] == v for k, v in expected.items()) and (schema.WAVEFORMS in f) == with_waveforms
