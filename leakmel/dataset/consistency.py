@@ -9,7 +9,7 @@ __all__ = []
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,9 @@ from leakmel.core.errors import RecordingError, show_path
 from leakmel.core.store import LocalCopies, absolute_folder, is_url, store_path
 from leakmel.dataset import schema
 from leakmel.mel.spec import Bounds, MelSpec, bounds_of, reference_features
-from leakmel.recordings import listing
-from leakmel.recordings.conform import FIGURES, add_faults, check_range, import_soxr, quality_figures
+from leakmel.recordings import conform, listing, tables
 from leakmel.recordings.labels import BEFORE_COLUMN, BY_COLUMN
 from leakmel.recordings.naming import SPLITS, Naming
-from leakmel.recordings.tables import NameTable, paths_below_root
 from leakmel.recordings.wav import DIGEST_ALGORITHM, Recording, read_wav
 
 # %% ../../nbs/dataset/consistency.ipynb #7f2e7605
@@ -58,9 +56,9 @@ def expected_row(recording: Recording, spec: MelSpec) -> tuple[np.ndarray, str]:
     if recording.sample_rate != spec.sample_rate:
         if spec.rate == "reject":
             raise RecordingError("wrong_rate", f"{recording.sample_rate} Hz")
-        rates = recording.sample_rate, spec.sample_rate
         n = int(np.floor(n * spec.sample_rate / recording.sample_rate + 0.5))
-        row = import_soxr().resample(_full_scale(row), *rates, quality="VHQ").astype(np.float32)
+        rates = recording.sample_rate, spec.sample_rate
+        row = conform.import_soxr().resample(_full_scale(row), *rates, quality="VHQ").astype(np.float32)
         parts.append("resampled")
     if n < spec.n_samples and spec.short == "reject":
         raise RecordingError("too_short", f"{n} samples")
@@ -88,15 +86,22 @@ def read_source(path: bytes, spec: MelSpec) -> Source:
     recording = read_wav(path)
     try:
         x, status = expected_row(recording, spec)
-        status = add_faults(status, recording)
+        status = conform.add_faults(status, recording)
     except RecordingError as e:
         return Source(recording.digest.encode(), {}, None, e.message)
     n, channels = recording.samples.shape
-    texts = {"digest": recording.digest, "status": status, "encoding": recording.encoding}
-    facts: dict[str, Any] = {name: text.encode() for name, text in texts.items()}
-    facts |= {"sample_rate": recording.sample_rate, "n_samples": n, "channels": channels}
-    facts |= zip(FIGURES.names or (), quality_figures(recording.samples, recording.encoding))
-    return Source(facts["digest"], facts, x, None)
+    facts = {
+        "digest": recording.digest.encode(),
+        "status": status.encode(),
+        "encoding": recording.encoding.encode(),
+        "sample_rate": recording.sample_rate,
+        "n_samples": n,
+        "channels": channels,
+    }
+    figures = conform.quality_figures(recording.samples, recording.encoding)
+    return Source(
+        facts["digest"], facts | dict(zip(conform.FIGURES.names or (), figures, strict=True)), x, None
+    )
 
 # %% ../../nbs/dataset/consistency.ipynb #85917070
 def expected_bounds(
@@ -111,18 +116,9 @@ def expected_bounds(
         group = bounds_of(reference_features(np.stack(rows), spec), spec)
         for place, s in enumerate(new):
             s.bounds = Bounds(*(x[place] for x in group))
-    return Bounds(*map(np.stack, zip(*(s.bounds for s in sources if s.bounds is not None))))
+    return Bounds(*map(np.stack, zip(*(s.bounds for s in sources if s.bounds is not None), strict=True)))
 
 # %% ../../nbs/dataset/consistency.ipynb #e32c828d
-def _stamp(path: bytes) -> tuple[int, ...] | None:
-    "Return inode, size and times of a file, which change with it; None if it does not exist."
-    try:
-        st = os.stat(path)
-    except OSError:
-        return None
-    return st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
-
-
 class Sources:
     "Expected rows of the recordings of one folder; computed on request or in advance."
 
@@ -138,8 +134,7 @@ class Sources:
         self.spec = spec
         self.keep_samples = keep_samples
         self.copies = copies or LocalCopies(absolute_folder(os.fsdecode(folder)))
-        self._at_hand: dict[bytes, bytes] = {}  # path -> local file
-        self.known: dict[bytes, tuple[tuple[int, ...] | None, Source]] = {}  # read in advance
+        self.known: dict[bytes, tuple[tuple[int, ...], Source]] = {}  # read in advance
 
     def precompute(
         self,
@@ -154,9 +149,8 @@ class Sources:
             read = {}
             with self.copies.of(paths[start : start + together]) as files:
                 for path, full in files.items():
-                    stamp = _stamp(full)
-                    with suppress(RecordingError):
-                        read[path] = stamp, read_source(full, self.spec)
+                    with suppress(OSError, RecordingError):
+                        read[path] = schema.file_identity(full), read_source(full, self.spec)
             if some := [source for _, source in read.values() if source.samples is not None]:
                 expected_bounds(some, self.spec)
             for source in some if not self.keep_samples else []:
@@ -164,31 +158,28 @@ class Sources:
             self.known |= read  # only complete sets: verification may run in another thread
         return len(self.known)
 
-    @contextmanager
-    def at_hand(self, paths: Sequence[bytes]) -> Iterator[None]:
-        "Make recordings that `get` will be asked for available on the local disk."
-        wanted = [p for p in paths if not self.copies.is_remote or p not in self.known]
-        with self.copies.of(wanted) as self._at_hand:
-            yield
+    def at_hand(self, paths: Sequence[bytes]) -> AbstractContextManager[dict[bytes, bytes]]:
+        "Make recordings that `get` will be asked for available on the local disk; files by path."
+        return self.copies.of([p for p in paths if not self.copies.is_remote or p not in self.known])
 
-    def get(self, path: bytes) -> Source:
+    def get(
+        self,
+        path: bytes,
+        file: bytes | None = None,  # of `at_hand`; None: in the folder
+    ) -> Source:
         "Return the expected row of a recording, computed in advance if its file has not changed; raises RecordingError if it cannot be used."
         stamp, source = self.known.get(path, (None, None))
-        if source is not None and self.copies.is_remote:  # another version of an object has another digest
-            return source
-        full = self._at_hand.get(path, os.path.join(self.folder, path))
-        if source is not None and stamp is not None and stamp == _stamp(full):
-            return source
+        full = file or os.path.join(self.folder, path)
+        with suppress(OSError):
+            # another version of an object has another digest
+            if source is not None and (self.copies.is_remote or stamp == schema.file_identity(full)):
+                return source
         try:
             return read_source(full, self.spec)
         except RecordingError as e:  # named by its object, not by its copy
             raise RecordingError(
                 e.reject_code, e.message, path=os.path.join(self.folder, path), remedy=e.remedy
             ) from e
-
-    def close(self) -> None:
-        "Remove downloaded copies."
-        self.copies.close()
 
 # %% ../../nbs/dataset/consistency.ipynb #584fbbde
 def _sentences(found: Mapping[str, Sequence[bytes]]) -> Iterator[str]:
@@ -206,7 +197,10 @@ def label_mismatches(
     split: str,
     by_people: np.ndarray | None = None,  # [B] bool: labels that people gave, which may differ
 ) -> Iterator[str]:  # sentences
-    "Yield rows whose label or split differs from their path."
+    "Yield numbers without a label, and rows whose label or split differs from their path."
+    if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels):
+        yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
+        return
     if naming.source == "table":
         return
     array = np.asarray(paths)
@@ -215,7 +209,9 @@ def label_mismatches(
     if naming.source == "folders" and len(array):  # nearly all agree, and are passed over at once
         names = [name.encode(errors="surrogatepass") for name in labels]
         starts = np.array([name + b"/" for name in names])
-        is_plain = np.array([b"/" not in n and show_path(n) == name for n, name in zip(names, labels)])
+        is_plain = np.array(
+            [b"/" not in n and show_path(n) == name for n, name in zip(names, labels, strict=True)]
+        )
         left &= ~(is_plain[ids] & np.strings.startswith(array, starts[ids]))
     mislabelled, of_other_split = list[bytes](), list[bytes]()
     for k in np.flatnonzero(left).tolist():
@@ -225,8 +221,12 @@ def label_mismatches(
         if not free[k] and (found.label is None or show_path(found.label) != labels[ids[k]]):
             mislabelled.append(array[k])
     source = "folder" if naming.labels_by_folder else "file name (pattern)"
-    yield from _sentences({"rows belong to another split according to the pattern": of_other_split})
-    yield from _sentences({f"rows have a label that differs from their {source}": mislabelled})
+    yield from _sentences(
+        {
+            "rows belong to another split according to the pattern": of_other_split,
+            f"rows have a label that differs from their {source}": mislabelled,
+        }
+    )
 
 # %% ../../nbs/dataset/consistency.ipynb #8e606a58
 _LABEL_COLUMNS_BY_PEOPLE = {f"{schema.EXTRA}/{name}" for name in (BY_COLUMN, BEFORE_COLUMN)}
@@ -239,11 +239,13 @@ def labelled_by_people(file: h5py.File) -> np.ndarray | None:  # [B] bool; None:
     return schema.read_column(file[f"files/{schema.EXTRA}/{BY_COLUMN}"]) != b""
 
 
-def table_mismatches(file: h5py.File, labels: Sequence[str], table: NameTable) -> Iterator[str]:  # sentences
+def table_mismatches(
+    file: h5py.File, labels: Sequence[str], table: tables.NameTable
+) -> Iterator[str]:  # sentences
     "Yield labels, splits and parsed names that differ from the table."
     paths = file["files/path"][:].tolist()
-    lost = dict(zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist()))
-    table = paths_below_root(table, {*paths, *lost})
+    lost = dict(zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist(), strict=True))
+    table = tables.paths_below_root(table, {*paths, *lost})
     entry = {table.paths[i]: i for i in table.rows_of(file.attrs["split"])}
     rows = [k for k, p in enumerate(paths) if p in entry]
     places = [entry[paths[k]] for k in rows]
@@ -251,16 +253,19 @@ def table_mismatches(file: h5py.File, labels: Sequence[str], table: NameTable) -
     by_people = set[bytes]()
     if (people := labelled_by_people(file)) is not None:
         earlier = schema.read_column(file[f"files/{schema.EXTRA}/{BEFORE_COLUMN}"]).tolist()
-        stored = [e.decode() if p else s for s, e, p in zip(stored, earlier, people.tolist())]
+        stored = [e.decode() if p else s for s, e, p in zip(stored, earlier, people.tolist(), strict=True)]
         by_people = {paths[k] for k in np.flatnonzero(people).tolist()}
     unlabelled = {p for p, i in entry.items() if not table.labels[i]} - by_people
     named = {p: code for p, code in lost.items() if p in entry}
     unknown = [p for p in (*paths, *lost) if p not in entry]
     missing = sorted(entry.keys() - {*paths} - lost.keys())
-    other = [paths[k] for k, i in zip(rows, places) if show_path(table.labels[i]) != stored[k]]
-    half = [p for p, code in named.items() if (code == b"no_label") != (p in unlabelled)]
-    if people is not None:  # people may have labelled a rejected file
-        half = [p for p in half if named[p] == b"no_label"]
+    other = [paths[k] for k, i in zip(rows, places, strict=True) if show_path(table.labels[i]) != stored[k]]
+    half = [
+        p
+        for p, code in named.items()
+        # people may have labelled a rejected file
+        if (code == b"no_label") != (p in unlabelled) and (people is None or code == b"no_label")
+    ]
     dry = [p for p, code in named.items() if code == b"dry" and table.parts[entry[p]].gain != 1]
     yield from _sentences(
         {
@@ -289,9 +294,9 @@ def table_mismatches(file: h5py.File, labels: Sequence[str], table: NameTable) -
 def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
     "Compare rows and rejected files with the files in the folder."
     is_table = naming.source == "table"
-    lost = zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist())
+    lost = zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist(), strict=True)
     known = {p for p, code in lost if not (is_table and code == b"unreadable")}
-    known.update(file["files/path"][:].tolist())
+    known |= {*file["files/path"][:].tolist()}
     if is_remote := is_url(os.fsdecode(folder)):
         url = store_path(os.fsdecode(folder))
         there = set(listing.found_below(url, url, named=known)[0].paths)
@@ -309,8 +314,12 @@ def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
         gone = [p for p in gone if not os.path.isfile(os.path.join(folder, p))]
         full = {os.path.join(folder, p): p for p in new}
         new = [p for at, p in full.items() if os.path.isfile(at) and not os.path.islink(at)]
-    yield from _sentences({"recordings of the data set no longer exist in the folder": gone})
-    yield from _sentences({"recordings in the folder are neither rows nor rejected": new})
+    yield from _sentences(
+        {
+            "recordings of the data set no longer exist in the folder": gone,
+            "recordings in the folder are neither rows nor rejected": new,
+        }
+    )
 
 # %% ../../nbs/dataset/consistency.ipynb #a8970f23
 def path_problems(columns: Mapping[str, np.ndarray]) -> Iterator[str]:
@@ -350,27 +359,9 @@ def attribute_problems(attrs: Mapping[str, Any], spec: MelSpec, n_rows: int) -> 
         "axes": [".", "long_start_s", "short_start_s", "mel_hz", "."],
     }
     for name, wanted in right.items():
-        found = attrs[name]
-        if isinstance(found, np.ndarray):
-            found = found.tolist()
+        found = attrs[name].tolist() if isinstance(attrs[name], np.ndarray) else attrs[name]
         if isinstance(found, float) or found != wanted:
             yield f"the attribute {name} is {found!r:.80}, expected {wanted!r:.80}"
-
-# %% ../../nbs/dataset/consistency.ipynb #b29a4d3f
-_ROUNDING = {"mel_hz": 1e-12}  # of a band centre, relative
-
-
-def scale_problems(
-    columns: Columns,  # name -> array or HDF5 data set
-    spec: MelSpec,
-) -> Iterator[str]:
-    "Yield dimension scales of the rows that do not match the settings."
-    for name, right in schema.scales(spec).items():
-        found = columns[name]
-        rounding = _ROUNDING.get(name, 0.0)
-        is_alike = (found.dtype, found.shape) == (right.dtype, right.shape)
-        if not is_alike or not np.allclose(found[()], right, rounding, 0):
-            yield f"{name} does not match the settings of the data set"
 
 # %% ../../nbs/dataset/consistency.ipynb #e8a30006
 def structure_problems(
@@ -398,6 +389,11 @@ def structure_problems(
             create(right, shape=shape, dtype=dtype, name=name)
         schema.write_metadata(right, meta)
         expected = dict(schema.description(right))
+    for name, scale in schema.scales(spec).items():
+        stored = columns[name]
+        is_alike = (stored.dtype, stored.shape) == (scale.dtype, scale.shape)
+        if not is_alike or not np.allclose(stored[()], scale, 1e-12 if name == "mel_hz" else 0.0, 0):
+            yield f"{name} does not match the settings of the data set"
     found = dict(schema.description(file))
     for what, value in expected.items():
         if found.get(what) != value and what != f"attribute {schema.DIGEST_ATTRIBUTE} of /":
@@ -430,14 +426,12 @@ def pick_rejected(
 # %% ../../nbs/dataset/consistency.ipynb #f8206e8c
 def rejected_problems(
     columns: Columns,  # name -> array or HDF5 data set
-    spec: MelSpec,
+    sources: Sources,
     naming: Naming,
     labels: Sequence[str],
-    folder: bytes,  # that the paths are relative to
     root: str | os.PathLike,  # nothing is read outside it
     sample: int | None,  # files to read again; None: all
     moved: list[str],  # receives the sentences about files that no longer exist, or were changed
-    copies: LocalCopies | None = None,  # of the folder, for one of objects
     *,
     by_people: bool = False,  # people gave labels, which may be those of rejected files too
     is_changed: Callable[[bytes], bool] = lambda path: False,  # since the listing of a build
@@ -445,14 +439,13 @@ def rejected_problems(
     "Yield rejected files that are valid now, or that have another reject code."
     codes, paths = columns["rejected/code"][:], columns["rejected/path"][:].tolist()
     picked = pick_rejected(codes, sample).tolist()
-    copies = copies or LocalCopies(absolute_folder(os.fsdecode(folder)))
-    with copies.of([paths[k] for k in picked]) as files:
+    with sources.copies.of([paths[k] for k in picked]) as files:
         for k in picked:
             path, code = paths[k], codes[k].decode("ascii", "replace")
             file = files[path]
-            if not (copies.is_remote or listing.is_inside(file, os.path.realpath(root))):
+            if not (sources.copies.is_remote or listing.is_inside(file, os.path.realpath(root))):
                 continue  # a table may name such a file; it is not read
-            if now := _rejected_now(file, path, code, spec, naming, labels, by_people):
+            if now := _rejected_now(file, path, code, sources.spec, naming, labels, by_people):
                 sentence = f"{show_path(path)}: the file was rejected as {code}{now}"
                 if not os.path.lexists(file) or is_changed(path):
                     moved.append(sentence)
@@ -465,10 +458,9 @@ def _rejected_now(
     "Return what a build would do with a rejected file now, the end of a sentence; empty: reject it so."
     if not os.path.lexists(file):
         return "" if code == "unreadable" else " and no longer exists"
-    if naming.source == "table" and code in ("no_label", "dry"):
-        return ""  # the table was compared
-    if code == "dry" and naming.read(path).parts.gain == 1:
-        return ""  # it was not read
+    compared = ("no_label", "dry") if naming.source == "table" else ()  # with the table
+    if code in compared or (code == "dry" and naming.read(path).parts.gain == 1):  # it was not read
+        return ""
     now = "is valid"
     try:
         if naming.source != "table" and (code == "no_label" or not by_people):
@@ -477,7 +469,7 @@ def _rejected_now(
                 raise RecordingError("no_label", "the name contains no label")
         row, _ = expected_row(read_wav(file), spec)
         if row.dtype != np.int16:
-            check_range(row)
+            conform.check_range(row)
     except RecordingError as e:
         if e.reject_code == code:
             return ""

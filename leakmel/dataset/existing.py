@@ -25,7 +25,8 @@ import h5py
 import numpy as np
 import xxhash
 
-from leakmel.core.errors import MachineError
+import leakmel
+from leakmel.core.errors import DataError, VerifyError
 from leakmel.core.files import (
     open_regular_file,
     replacing,
@@ -38,6 +39,7 @@ from leakmel.core.files import (
 from leakmel.core.store import StorePath
 from leakmel.dataset import schema
 from leakmel.dataset.loader import ENCODINGS, FACTS, STATUSES, codes_of, decoders
+from leakmel.dataset.reader import damage_errors
 from leakmel.recordings.conform import FIGURES, native
 from leakmel.recordings.listing import DRY, Listing
 
@@ -72,8 +74,8 @@ def _entry_of(body: dict[str, Any], n: int) -> np.ndarray:  # [k] KNOWN, numbers
     "Return the entry of a line for a listing of n files; raises ValueError, KeyError, TypeError or ArithmeticError if it is invalid."
     known = np.frombuffer(base64.b64decode(body["known"], validate=True), KNOWN)
     numbers = known["number"]
-    within = not len(numbers) or 0 <= numbers.min() <= numbers.max() < n
-    if not within or not (np.diff(numbers) > 0).all():  # rising, so that no candidate comes twice
+    is_rising = (np.diff(numbers) > 0).all()  # so that no candidate comes twice
+    if len(numbers) and not (is_rising and 0 <= numbers[0] <= numbers[-1] < n):
         raise ValueError("an entry names candidates that do not exist")
     if known["facts"]["encoding"].max(initial=0) >= len(ENCODINGS):
         raise ValueError("an entry has an unknown encoding")
@@ -123,11 +125,9 @@ def journal_identity(
     engine: str = "",  # identity of the engine, from which `engine="auto"` takes the same again
 ) -> dict[str, Any]:
     "Return the facts that must be equal for a build to be resumed. Sizes and times of recordings are compared row by row."
-    from leakmel import __version__
-
     return {
         "schema": JOURNAL_SCHEMA,
-        "leakmel_version": __version__,
+        "leakmel_version": leakmel.__version__,
         "fingerprint": fingerprint,
         "engine": engine,
         "row_shape": list(row_shape),
@@ -172,14 +172,12 @@ class InterruptedBuild:
 
 def engine_of_journal(path: Path) -> tuple[str, str] | None:
     "Return engine and fingerprint of the build of a journal; None if this release cannot resume it."
-    from leakmel import __version__
-
     with (
         suppress(OSError, ValueError, KeyError, TypeError, RecursionError),  # the build reports it
         open(open_regular_file(path, os.O_NOFOLLOW), "rb") as f,
     ):
         head = _body(f.readline(_MAX_HEADER_BYTES))
-        if (head["schema"], head["leakmel_version"]) == (JOURNAL_SCHEMA, __version__) and f.read(1):
+        if (head["schema"], head["leakmel_version"]) == (JOURNAL_SCHEMA, leakmel.__version__) and f.read(1):
             return str(head["engine"]), str(head["fingerprint"])
     return None
 
@@ -261,16 +259,14 @@ class Journal:
         "Create the journal file, or open it after the last complete line of an interrupted build; raises OutputError."
         if not self.every_bytes:
             return
-        n_bytes = self.past.n_bytes
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with write_errors(self.path):
-            if not n_bytes:
-                self.path.unlink(missing_ok=True)
-                flags |= os.O_CREAT | os.O_EXCL
-            self.fd = os.open(self.path, flags, 0o666)
-            if n_bytes:
-                os.ftruncate(self.fd, n_bytes)
+            if self.past.n_bytes:
+                self.fd = os.open(self.path, flags)
+                os.ftruncate(self.fd, self.past.n_bytes)
             else:
+                self.path.unlink(missing_ok=True)
+                self.fd = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o666)
                 write_all(self.fd, _line(json.dumps(self.identity | {"began_ns": time.time_ns()}).encode()))
 
     def enter(self, make: Callable[[np.ndarray], np.ndarray], rows_fd: int = -1) -> None:
@@ -325,10 +321,8 @@ def stamps_of(
     paths = [base + listing.paths[k] for k in numbers]
     out = np.full(len(numbers), -1, STAMP)
     left = np.ones(len(numbers), bool)
-    if native() is not None:
-        from leakmel.recordings.native import stat_files
-
-        seen = stat_files(paths)
+    if (module := native()) is not None:
+        seen = module.stat_files(paths)
         left = seen[:, 0] != stat.S_IFREG  # a link, or nothing
         for i, name in enumerate(("size", "mtime_ns", "ctime_ns"), start=1):
             out[name] = np.where(left, -1, seen[:, i])
@@ -354,10 +348,6 @@ def is_settled(
     return ctimes_ns < began_ns - np.where(ctimes_ns % 1_000_000_000 == 0, _WHOLE_SECOND_NS, _CLOCK_STEP_NS)
 
 # %% ../../nbs/dataset/existing.ipynb #30f32b47
-# reject codes that say nothing about the content of the file
-_UNSTABLE_REJECT_CODES = ("changed", "unreadable")
-
-
 def stamps_at_build(
     listing: Listing,
     good: np.ndarray,  # [n] bool, candidates that became rows
@@ -372,7 +362,8 @@ def stamps_at_build(
     both = np.append(rows, lost)
     now = stamps_of(listing, lost)
     same = (now["size"] == listing.sizes[lost]) & (now["mtime_ns"] == listing.mtimes_ns[lost])
-    same &= np.array([r.code not in _UNSTABLE_REJECT_CODES for r in rejected], bool)
+    # these codes say nothing about the content of the file
+    same &= np.array([r.code not in ("changed", "unreadable") for r in rejected], bool)
     out = np.zeros(len(both), STAMP)
     out["size"] = listing.sizes[both]
     out["mtime_ns"] = listing.mtimes_ns[both]
@@ -448,8 +439,6 @@ def _has_settings(
     f: h5py.File, target: Path, digest: str, fingerprint: str, with_waveforms: bool, engine: str
 ) -> bool:
     "Return whether an open data set is that of the state file, and was built with these settings by this engine."
-    from leakmel import __version__
-
     if schema.metadata_digest(f) != digest:
         return False
     if (before := str(f.attrs["engine"])) != engine:
@@ -463,7 +452,7 @@ def _has_settings(
     expected = {
         "schema_version": schema.SCHEMA_VERSION,
         "fingerprint": fingerprint,
-        "leakmel_version": __version__,
+        "leakmel_version": leakmel.__version__,
         schema.DIGEST_ATTRIBUTE: digest,
     }
     return all(f.attrs[k] == v for k, v in expected.items()) and (schema.WAVEFORMS in f) == with_waveforms
@@ -501,21 +490,19 @@ def open_existing(
         return None
     digest, stamps = state
     try:
-        with schema.open_file(target) as f:
+        with damage_errors(target), schema.open_file(target) as f:
             if not _has_settings(f, target, digest, fingerprint, with_waveforms, engine):
                 return None
-            lost = zip(*(f[f"rejected/{name}"][:].tolist() for name in ("path", "code", "message")))
+            lost = zip(
+                *(f[f"rejected/{name}"][:].tolist() for name in ("path", "code", "message")), strict=True
+            )
             rejected = [
                 schema.Rejected(path, code.decode(), message.decode()) for path, code, message in lost
             ]
             known = _read_known(f, stamps, with_waveforms)
             paths = f["files/path"][:].tolist()
             compressed = f[schema.ROWS].chunks is not None
-    except MachineError:
-        raise
-    except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
-        if (fault := schema.machine_fault(e, target)) is not e:
-            raise fault from e
+    except (DataError, MemoryError, VerifyError) as e:
         log.warning("%s cannot be updated and is rebuilt: %s: %s", target, type(e).__name__, e)
         return None
     n_rows, place = len(known), {path: i for i, path in enumerate([*paths, *(r.path for r in rejected)])}
@@ -530,7 +517,6 @@ def open_existing(
     is_row, is_lost = same & (of < n_rows), same & (of >= n_rows)
     known = known[of[is_row]]
     known["number"] = met[is_row]
-    counts = len(listing) - len(met), len(met) - int(same.sum()), len(place) - len(met)
     return ExistingDataset(
         path=target,
         digest=digest,
@@ -539,7 +525,11 @@ def open_existing(
         places=of[is_row],
         rejected=[rejected[i] for i in of[is_lost] - n_rows],
         numbers=met[is_lost],
-        changes=dict(zip(("added", "changed", "removed"), counts)),
+        changes={
+            "added": len(listing) - len(met),
+            "changed": len(met) - int(same.sum()),
+            "removed": len(place) - len(met),
+        },
     )
 
 

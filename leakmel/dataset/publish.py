@@ -27,15 +27,11 @@ import numpy as np
 from leakmel.core.errors import DataError, OutputError, VerifyError, show_path
 from leakmel.core.files import read_own_json, replacing, sync_folder, write_errors, write_sealed
 from leakmel.core.timeline import Timeline, mean, peak, write_timeline
-from leakmel.dataset.existing import stamps_at_build, stamps_of, write_state
+from leakmel.dataset import existing, loader, schema
 from leakmel.dataset.job import BuildContext, Job, job_metadata, note_columns, report_paths
-from leakmel.dataset.loader import all_rejected, check_rejected_share, rejected_dict
-from leakmel.dataset.schema import Rejected, open_file
 from leakmel.dataset.verify import VerifyReport, check_data_set, pick_rows
-from leakmel.recordings import problems
-from leakmel.recordings.listing import part_range
+from leakmel.recordings import listing, problems, tables
 from leakmel.recordings.manifest import Manifest, unlabelled_hint
-from leakmel.recordings.tables import require_same_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,7 +66,7 @@ class BuildResult:
     split: str
     rows: int
     found: int  # files found in the split: rows and rejected files
-    rejections: tuple[Rejected, ...]
+    rejections: tuple[schema.Rejected, ...]
     seconds: float  # from listing to the published file and its report; later splits of a run: from their first read
     start_up_s: float  # seconds of imports, which `seconds` does not contain
     verified: VerifyReport
@@ -123,23 +119,21 @@ def split_problems(
     jobs: Sequence[Job],  # of the run, in the order of the manifest
 ) -> tuple[problems.Problem, ...]:
     "Return the problems of a split's recordings, without its rejected files."
-    listing = job.listing
     *before, columns = [x.columns for x in jobs[: jobs.index(job) + 1] if x.columns is not None]
-    others = tuple(f"{show_path(x.place)}/" for x in manifest.listings if x is not listing and x.place)
+    others = tuple(f"{show_path(x.place)}/" for x in manifest.listings if x is not job.listing and x.place)
     sensors = (os.fsdecode(s) for x in (*before, columns) for s in np.unique(x.sensor).tolist())
     found = [
         *(p for p in manifest.notes if not p.path.startswith(others)),
         *problems.name_problems(columns.show, columns.label_id, job.gains),
-        *problems.label_problems(manifest.label_names, [(listing.place or listing.split, listing.label_ids)]),
+        *problems.label_problems(
+            manifest.label_names, [(job.listing.place or job.listing.split, job.listing.label_ids)]
+        ),
         *problems.twin_problems(sensors, "sensors"),
         *problems.content_problems(columns, before=before),
     ]
     return tuple(p for p in found if p.group != problems.CANNOT_BE_USED)
 
 # %% ../../nbs/dataset/publish.ipynb #7c822286
-_MANY_FILES = 50_000  # below, there is not much memory to give back
-
-
 def publish(
     run: BuildContext,
     job: Job,  # all rows are in its file
@@ -152,9 +146,9 @@ def publish(
         return run.timeline.span(stage, lane, split=job.split)
 
     if not job.good.any():
-        raise all_rejected(job.listing, job.rejected)
+        raise loader.all_rejected(job.listing, job.rejected)
     config, target = run.request.config, job.file.target
-    check_rejected_share(job.listing, job.rejected, config.max_rejected)
+    loader.check_rejected_share(job.listing, job.rejected, config.max_rejected)
     if job.journal is not None:  # the last rows; the disk need not confirm them, since their digests decide
         job.journal.enter(job.entry)
         job.journal.close()
@@ -169,9 +163,8 @@ def publish(
             job.file.compress(meta, stopped=stopped)
         moved.n_files, moved.n_bytes = len(meta.labels), job.file.partial.stat().st_size
         del meta
-        if len(job.listing) >= _MANY_FILES:
-            with suppress(OSError, AttributeError):  # the C library keeps the memory of columns otherwise
-                ctypes.CDLL(None).malloc_trim(0)
+        with suppress(OSError, AttributeError):  # the C library keeps the memory of columns otherwise
+            ctypes.CDLL(None).malloc_trim(0)
     with ThreadPoolExecutor(1, "leakmel-sync") as pool:
 
         def sync() -> None:
@@ -183,9 +176,11 @@ def publish(
         if synced is not None:
             synced.result()
     with span("publish"):
-        stamps = stamps_at_build(job.listing, job.good, ctimes_ns, job.rejected, run.began_ns, job.folders)
+        stamps = existing.stamps_at_build(
+            job.listing, job.good, ctimes_ns, job.rejected, run.began_ns, job.folders
+        )
         try:
-            write_state(target, job.file.partial, digest, stamps)
+            existing.write_state(target, job.file.partial, digest, stamps)
         except OutputError as e:
             log.warning(
                 "the state file of %s cannot be written, so the next build reads all recordings again: %s",
@@ -198,7 +193,7 @@ def publish(
         for old in report_paths(target):  # a report of an earlier data set must not stay next to this one
             with suppress(IsADirectoryError):  # that fails when the report is written
                 old.unlink(missing_ok=True)
-        job.file.publish(sync=False)
+        job.file.publish()
         if job.journal is not None:
             job.journal.close(remove=True)
     if config.fsync:
@@ -221,12 +216,12 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
 
     def is_changed(path: bytes) -> bool:
         k = job.listing.paths.index(path)
-        (now,) = stamps_of(job.listing, np.array([k]))
+        (now,) = existing.stamps_of(job.listing, np.array([k]))
         return (now["size"], now["mtime_ns"]) != (job.listing.sizes[k], job.listing.mtimes_ns[k])
 
     manifest = run.manifest
     if manifest.names is None:
-        require_same_table(manifest.table_path, manifest.table_digest)
+        tables.require_same_table(manifest.table_path, manifest.table_digest)
     unread = ~job.matched[job.good]
     if run.request.check is None:
         unread[:] = True
@@ -253,15 +248,14 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
         return report
     found = "; ".join(report.problems[:3])
     if len(report.moved) == len(report.problems):
-        remedy = "build again; with --fresh if this happens again"
-        if job.n_parts:
-            remedy = f"leakmel build --join {quote(show_path(job.file.target))} reads them again, and keeps the other rows"
+        join = f"leakmel build --join {quote(show_path(job.file.target))}"
+        remedy = f"{join} reads them again, and keeps the other rows"
         raise DataError(
             "recordings were changed or removed during the build, so nothing was published",
             code="recordings-changed",
             path=job.listing.folder,
             found=found,
-            remedy=remedy,
+            remedy=remedy if job.n_parts else "build again; with --fresh if this happens again",
         )
     how = "all parts again" if job.n_parts else "again with fresh=True (--fresh)"
     raise VerifyError(
@@ -284,8 +278,10 @@ def _n_checked(run: BuildContext, job: Job) -> int | None:
 
 def _edges(run: BuildContext, job: Job, rows: np.ndarray) -> list[int]:
     "Return the first row of the first batches and of each part, and the row before it; of candidates `rows`."
-    starts = [k * run.workers.files_per_batch for k in (1, 2, 3)]
-    starts += [part_range(len(job.listing), k, job.n_parts)[0] for k in range(2, job.n_parts + 1)]
+    starts = [
+        *(k * run.workers.files_per_batch for k in (1, 2, 3)),
+        *(listing.part_range(len(job.listing), k, job.n_parts)[0] for k in range(2, job.n_parts + 1)),
+    ]
     return [int(row) + d for row in np.searchsorted(rows, starts) for d in (-1, 0)]
 
 # %% ../../nbs/dataset/publish.ipynb #6f7cfeb3
@@ -324,9 +320,9 @@ def _split_summary(
     n, engine = len(job.listing), run.engine
     statuses = [] if job.columns is None else job.columns.status.tolist()
     kept = job.kept & (not job.n_parts)  # parts are work of the same build
-    measured: dict[str, Any] = {f"peak_{key}": peak(samples, key) for key in ("rss_bytes", "vram_bytes")}
-    measured |= {
-        f"mean_{x}": mean(samples, x) for x in ("rss_bytes", "vram_bytes", "cpu_percent", "gpu_percent")
+    measured: dict[str, Any] = {
+        **{f"peak_{key}": peak(samples, key) for key in ("rss_bytes", "vram_bytes")},
+        **{f"mean_{x}": mean(samples, x) for x in ("rss_bytes", "vram_bytes", "cpu_percent", "gpu_percent")},
     }
     for key in ("disk_read_bytes", "disk_written_bytes"):
         values = [s[key] for s in samples if s.get(key) is not None]
@@ -436,7 +432,7 @@ def result_of(
         seconds = published_s - started + timeline.now_s() - began  # the user waits for the report too
         summary = _split_summary(run, job, report, seconds, import_s, samples, noted)
         if not job.is_up_to_date:
-            lists = {"rejected_files": map(rejected_dict, rejected), "problems": map(asdict, noted)}
+            lists = {"rejected_files": map(loader.rejected_dict, rejected), "problems": map(asdict, noted)}
             now = datetime.now(UTC).isoformat(timespec="seconds")
             _write_report(report_path, lists, summary | {"created_at_utc": now})
         elif not all(x.is_up_to_date for x in jobs):  # copies of its recordings may be new in other splits
@@ -479,13 +475,15 @@ def earlier_result(target: Path) -> BuildResult | None:
         body = read_own_json(report_path)
         noted = tuple(problems.Problem(**p) for p in body.pop("problems"))
         rejected = tuple(
-            Rejected(b64decode(r.get("path_base64", "")) or r["path"].encode(), r["code"], r["message"])
+            schema.Rejected(
+                b64decode(r.get("path_base64", "")) or r["path"].encode(), r["code"], r["message"]
+            )
             for r in body.pop("rejected_files")
         )
         split, found, n_rows = str(body["split"]), int(body["found"]), int(body["rows"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # not a report of leakmel
-    open_file(target).close()  # raises MachineError where another program writes it
+    schema.open_file(target).close()  # raises MachineError where another program writes it
     report = check_data_set(target, root=None, sample=0)
     if not report.ok or report.n_rows != n_rows:
         raise VerifyError(
@@ -497,10 +495,16 @@ def earlier_result(target: Path) -> BuildResult | None:
         )
     seconds = timeline.now_s()
     body.pop("created_at_utc", None)
-    zeros = dict.fromkeys(("resumed_rows", "copied_rows"), 0) | dict.fromkeys(
-        ("files_per_s", "segments_per_s", "start_up_s"), 0.0
-    )
-    now = {"nothing_to_do": True, "kept_files": found, "kept_rows": n_rows, "seconds": seconds, "changes": {}}
+    now = {
+        "nothing_to_do": True,
+        "kept_files": found,
+        "kept_rows": n_rows,
+        "seconds": seconds,
+        "changes": {},
+        **dict.fromkeys(("resumed_rows", "copied_rows"), 0),
+        **dict.fromkeys(("files_per_s", "segments_per_s", "start_up_s"), 0.0),
+        "verified": report.to_dict(),
+    }
     return BuildResult(
         path=target,
         split=split,
@@ -511,7 +515,7 @@ def earlier_result(target: Path) -> BuildResult | None:
         start_up_s=0.0,
         verified=report,
         timeline_path=timeline_path,
-        summary=body | zeros | now | {"verified": report.to_dict()},
+        summary=body | now,
         timeline=timeline,
         run_s=seconds,
         noted=noted,

@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/dataset/reader.ipynb #e8a30007
 @contextmanager
-def damage_errors(path: Path) -> Iterator[None]:
+def damage_errors(path: str | os.PathLike) -> Iterator[None]:
     "Convert errors that a damaged file causes in the body into VerifyError, and those of the machine into MachineError."
     try:
         yield
-    except LeakmelError:
+    except (LeakmelError, MemoryError):
         raise
-    except (KeyError, ValueError, TypeError, AttributeError, OSError, RuntimeError) as e:
+    except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
         if (fault := schema.machine_fault(e, path)) is not e:
             raise fault from e
         raise VerifyError(
             "a part of the data set is missing or damaged",
             code="damaged-data-set",
             path=path,
-            found=str(e),
+            found=f"{type(e).__name__}: {e}",
             remedy="copy the file again, or build the data set again",
         ) from e
 
@@ -83,7 +83,7 @@ def read_rows(
     else:  # chunks are unpacked by the HDF5 library, whole rows at a time
         rows, row_place = np.unique(wanted // per_row, return_inverse=True)
         whole = np.empty((len(rows), *data.shape[1:]), data.dtype)
-        with damage_errors(Path(data.file.filename)):
+        with damage_errors(data.file.filename):
             for run in schema.consecutive_runs(rows):
                 data.read_direct(whole, np.s_[int(rows[run.start]) : int(rows[run.stop - 1]) + 1], run)
         out = whole.reshape(-1, *data.shape[1 + depth :])[row_place * per_row + wanted % per_row]
@@ -143,8 +143,8 @@ class MelDataset:
         self.relabelled: Relabelled | None = None
         self._file = schema.open_file(self.path, "r", rdcc_nbytes=chunk_cache_bytes)
         self._pid = os.getpid()
-        s = os.fstat(self._file.id.get_vfd_handle())
-        self._identity = s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
+        # without the time of the last change of any kind, such as of its name
+        self._identity = schema.file_identity(self._file.id.get_vfd_handle())[:4]
         try:
             with damage_errors(self.path):
                 _require_data_set(self._file, self.path, legacy)
@@ -223,7 +223,7 @@ class MelDataset:
             if not -len(self) <= i < len(self):
                 raise IndexError(f"row {i} of {len(self)} does not exist")
         rows = np.array(indices, np.int64) % max(1, len(self))
-        return list(zip(read_rows(self.mels, rows), self.labels[rows].tolist()))
+        return list(zip(read_rows(self.mels, rows), self.labels[rows].tolist(), strict=True))
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -320,7 +320,6 @@ def open_dataset(
 KIND = "leakmel spec"
 SCHEMA = 1
 MOST_BYTES = 65_536  # largest spec file that is read
-_KEYS = ("kind", "schema", "leakmel_version", "preset", "settings")
 _LARGEST = 1e12  # largest absolute value of a setting
 
 
@@ -430,7 +429,7 @@ def read_spec(path: str | os.PathLike) -> SpecFile:  # raises DataError, SpecErr
             expected=SCHEMA,
             remedy="update leakmel",
         )
-    _require_known(body, _KEYS, path)
+    _require_known(body, ("kind", "schema", "leakmel_version", "preset", "settings"), path)
     preset = body.get("preset")
     settings = body.get("settings", {})
     if not isinstance(preset, str) or not isinstance(settings, dict):

@@ -167,10 +167,9 @@ def consecutive_runs(
     most: int | None = None,  # longest run
 ) -> Iterator[slice]:  # of positions
     "Yield slices in which all arrays rise by one at each step."
-    n = len(numbers[0])
     breaks = np.any([np.diff(x) != 1 for x in numbers], axis=0).nonzero()[0] + 1
-    edges = [0, *breaks.tolist(), n]
-    step = most or max(1, n)
+    edges = [0, *breaks.tolist(), len(numbers[0])]
+    step = most or max(1, len(numbers[0]))
     for start, end in pairwise(edges):
         for at in range(start, end, step):
             yield slice(at, min(end, at + step))
@@ -209,7 +208,7 @@ def root_attributes(
     from leakmel import __version__
 
     shown = [show_path(n) for n in label_names]
-    config = spec.to_dict() | dict(zip(EARLIER_KEYS, (spec.duration_s, False)))
+    config = spec.to_dict() | dict(zip(EARLIER_KEYS, (spec.duration_s, False), strict=True))
     return {
         "schema_version": SCHEMA_VERSION,
         "leakmel_version": __version__,
@@ -229,18 +228,14 @@ def root_attributes(
     }
 
 # %% ../../nbs/dataset/schema.ipynb #c0de9a11
-GZIP_LEVEL = 1
-CHUNK_BYTES = 1 << 18
-
-
 def create_compressed(
     file: h5py.File,
     name: str,
     shape: tuple[int, ...],  # B, ...; B at least 1: h5py knows no chunks of no rows, and raises ValueError
     dtype: np.dtype,
     *,
-    level: int = GZIP_LEVEL,
-    chunk_bytes: int = CHUNK_BYTES,
+    level: int = 1,
+    chunk_bytes: int = 1 << 18,
 ) -> h5py.Dataset:
     "Create an empty data set of gzip chunks of whole rows."
     row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
@@ -291,20 +286,6 @@ def create_parts(
         return offset, create_rows(file, (n_rows, *waveform_shape), "<f4", WAVEFORMS)
 
 
-def open_file(
-    path: str | os.PathLike,
-    mode: str = "r",
-    *,
-    # False: this process has just written the file
-    examine: bool = True,
-    **options: Any,  # of h5py.File
-) -> h5py.File:
-    "Open an HDF5 file; one to be read is examined first, which raises DataError, MachineError and VerifyError."
-    if mode == "r" and examine:
-        return _open_examined(path, **options)
-    return _open(path, mode, **options)
-
-
 def _open(path: str | os.PathLike, mode: str, **options: Any) -> h5py.File:
     "Open an HDF5 file; without the lock of the HDF5 library where the file system has none."
     try:
@@ -315,15 +296,12 @@ def _open(path: str | os.PathLike, mode: str, **options: Any) -> h5py.File:
     return h5py.File(path, mode, **options | {"locking": False})
 
 
-_FAILED_CALL = re.compile(r"errno = (\d+), error message")
-
-
 def machine_fault(
     error: Exception,  # of reading an HDF5 file
     path: str | os.PathLike,
 ) -> Exception:  # a MachineError, or the same error
     "Find a call of the system that failed in what the HDF5 library has raised: KeyError, RuntimeError and others."
-    found = None if isinstance(error, LeakmelError) else _FAILED_CALL.search(str(error))
+    found = re.search(r"errno = (\d+), error message", str(error))
     code = int(found[1]) if found else getattr(error, "errno", None) or 0
     if isinstance(error, LeakmelError) or code not in {*MACHINE_FAULTS, errno.EAGAIN}:  # EAGAIN: a lock
         return error
@@ -351,9 +329,7 @@ def new_file(
 ) -> h5py.File:
     "Create an empty HDF5 file in the format of the data sets; replace an existing file."
     # no lock: another process that starts meanwhile has the file open too for a moment
-    return open_file(
-        path, "w", libver=LIBVER, driver=MEMORY_DRIVER, track_order=False, locking=False, **options
-    )
+    return _open(path, "w", libver=LIBVER, driver=MEMORY_DRIVER, track_order=False, locking=False, **options)
 
 # %% ../../nbs/dataset/schema.ipynb #70965687
 @dataclass(frozen=True)
@@ -372,25 +348,27 @@ class Metadata:
 _MAX_OBJECTS = 1000  # in a file; a data set has some thirty
 
 
-def _all_sets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset | str]]:
-    "Yield name and HDF5 data set, for every one of a file, or a name and the reason not to read it; some reasons end the walk."
+class UnsafeFile(ValueError):
+    "A reason not to read an HDF5 file."
+
+
+def all_sets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
+    "Yield name and HDF5 data set, for every one of a file; raises UnsafeFile."
     root = h5py.h5o.open(file.id, b"/")
     todo = [("", root)]
     seen = {root}
     while todo:
         place, group = todo.pop()
         if len(group) + len(seen) > _MAX_OBJECTS:
-            yield place, f"the file has more than {_MAX_OBJECTS} objects"
-            return
+            raise UnsafeFile(f"the file has more than {_MAX_OBJECTS} objects")
         for path in group:
             name = place + path.decode("utf-8", "surrogateescape")
             if group.links.get_info(path).type != h5py.h5l.TYPE_HARD:
-                yield name, f"{name} is a link to another object or file"
-                return
+                raise UnsafeFile(f"{name} is a link to another object or file")
             item = h5py.h5o.open(group, path)
             if item in seen:
-                yield name, f"{name} has two names"
-            elif isinstance(item, h5py.h5g.GroupID):
+                raise UnsafeFile(f"{name} has two names")
+            if isinstance(item, h5py.h5g.GroupID):
                 todo.append((f"{name}/", item))
             elif isinstance(item, h5py.h5d.DatasetID):
                 yield name, h5py.Dataset(item)  # h5py's own groups would take several times as long
@@ -410,14 +388,15 @@ def scales(spec: MelSpec) -> dict[str, np.ndarray]:
 def _columns_of(meta: Metadata) -> dict[str, np.ndarray]:
     "Return the HDF5 data sets of the metadata, without the dimension scales, in the order in which they are written."
     names = (*FILE_COLUMNS, *sorted(meta.columns.keys() - set(FILE_COLUMNS)))
-    columns = {LABELS: meta.labels}
-    columns |= {f"files/{name}": meta.columns[name] for name in names if name in meta.columns}
-    columns["digests/rows"] = meta.row_digests
-    if meta.waveform_digests is not None:
-        columns["digests/waveforms"] = meta.waveform_digests
-    for name in ("path", "code", "message"):
-        columns[f"rejected/{name}"] = byte_column([os.fsencode(getattr(r, name)) for r in meta.rejected])
-    return columns
+    waveforms = {} if meta.waveform_digests is None else {"digests/waveforms": meta.waveform_digests}
+    lost = {n: [os.fsencode(getattr(r, n)) for r in meta.rejected] for n in ("path", "code", "message")}
+    return {
+        LABELS: meta.labels,
+        **{f"files/{name}": meta.columns[name] for name in names if name in meta.columns},
+        "digests/rows": meta.row_digests,
+        **waveforms,
+        **{f"rejected/{name}": byte_column(values) for name, values in lost.items()},
+    }
 
 
 def _pieces(column: np.ndarray | h5py.Dataset) -> Iterator[np.ndarray]:
@@ -437,8 +416,7 @@ def _digest(
     import xxhash
 
     total = xxhash.xxh3_128()
-    for name in sorted(columns):
-        column = columns[name]
+    for name, column in sorted(columns.items()):
         total.update(f"{name} {column.dtype.str} {column.shape} ".encode())
         for values in map(np.ascontiguousarray, _pieces(column)):
             total.update(
@@ -464,10 +442,7 @@ def metadata_digest(
 ) -> str:
     "Return the xxh3-128 digest of everything except rows and waveforms: names, types, shapes and bytes of all HDF5 data sets, and the attributes of the root."
     if columns is None:
-        found = dict(_all_sets(file))
-        if problem := next((x for x in found.values() if isinstance(x, str)), None):
-            raise ValueError(problem)
-        columns = {name: x for name, x in found.items() if not isinstance(x, str) and name not in PARTS}
+        columns = {name: x for name, x in all_sets(file) if name not in PARTS}
     return _digest(columns, file.attrs if attributes is None else attributes)
 
 # %% ../../nbs/dataset/schema.ipynb #bd9782ec
@@ -477,9 +452,7 @@ def write_metadata(file: h5py.File, meta: Metadata) -> str:
         file.create_dataset(name, data=values, track_times=False)
     _write_scales(file, meta.spec)
     digest = digest_of_metadata(meta)
-    attributes = file.attrs  # each access opens the root group
-    for name, value in (meta.attributes | {DIGEST_ATTRIBUTE: digest}).items():
-        attributes[name] = value
+    file.attrs.update(meta.attributes | {DIGEST_ATTRIBUTE: digest})
     return digest
 
 # %% ../../nbs/dataset/schema.ipynb #5d828b2c
@@ -519,7 +492,6 @@ def _why_unsafe(name: str, item: h5py.Dataset, size: int) -> str:
     if item.is_virtual or item.external:
         return f"{name} is stored in other files"
     n_stored = item.id.get_storage_size()
-    n_bytes = item.nbytes
     chunks = item.chunks
     plist = item.id.get_create_plist()
     filters = {plist.get_filter(k)[0] for k in range(plist.get_nfilters())}
@@ -529,7 +501,7 @@ def _why_unsafe(name: str, item: h5py.Dataset, size: int) -> str:
     reasons = {
         f"is packed by filters of HDF5 that are not known: {filters - _FILTERS}": filters - _FILTERS,
         f"stores {n_stored:,} bytes in a file of {size:,} bytes": n_stored > size,
-        f"claims {n_bytes:,} bytes, but the file of {size:,} bytes stores {n_stored:,} of them": n_bytes
+        f"claims {item.nbytes:,} bytes, but the file of {size:,} bytes stores {n_stored:,} of them": item.nbytes
         > most,
         f"has chunks larger than {_MAX_CHUNK_BYTES:,} bytes": chunk_bytes > _MAX_CHUNK_BYTES,
         "extends beyond the end of the file": (item.id.get_offset() or 0) + n_stored > size,
@@ -538,23 +510,17 @@ def _why_unsafe(name: str, item: h5py.Dataset, size: int) -> str:
     return next((f"{name} {reason}" for reason, holds in reasons.items() if holds), "")
 
 
-def unsafe_parts(
-    file: h5py.File,
-    found: dict[str, h5py.Dataset] | None = None,  # receives the HDF5 data sets by name
-) -> Iterator[str]:  # sentences
-    "Yield reasons not to read a file: parts in other files, sizes larger than the file, unexpected types."
+def safe_sets(file: h5py.File) -> dict[str, h5py.Dataset]:  # by name; raises UnsafeFile
+    "Return the HDF5 data sets of a file, unless it has parts in other files, sizes larger than the file or unexpected types."
+    sets = dict(all_sets(file))
     size = loose = os.path.getsize(file.filename)
-    for name, item in _all_sets(file):
-        if isinstance(item, str):
-            yield item
-            continue
+    for name, item in sets.items():
         loose -= item.id.get_storage_size()
         if problem := _why_unsafe(name, item, size):
-            yield problem
-        if found is not None:
-            found[name] = item
+            raise UnsafeFile(problem)
     if loose > _MAX_OTHER_BYTES + size // 16:
-        yield f"{loose:,} of the {size:,} bytes of the file belong to no data set"
+        raise UnsafeFile(f"{loose:,} of the {size:,} bytes of the file belong to no data set")
+    return sets
 
 # %% ../../nbs/dataset/schema.ipynb #e8a30002
 _SECONDS = 0.7  # of processor time for the structure of a small file
@@ -635,18 +601,16 @@ def _is_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "alloc" in str(error)
 
 
-def _read_all(file: h5py.File) -> tuple[str, str]:
-    "Read what readers read of an HDF5 file except rows and plain columns; return the code of an error and the reason."
-    if problem := next(unsafe_parts(file), None):
-        return "unsafe-file", problem
+def _read_all(file: h5py.File) -> None:
+    "Read what readers read of an HDF5 file except rows and plain columns; raises UnsafeFile, and what HDF5 raises."
+    sets = safe_sets(file)
     for _, value in description(file):
         if isinstance(value, Exception) and not isinstance(value, TypeError):  # h5py does not know all types
             raise value
-    for _, item in _all_sets(file):
-        if isinstance(item, h5py.Dataset) and item.dtype.hasobject:
+    for item in sets.values():
+        if item.dtype.hasobject:
             for _ in _pieces(item):
                 pass
-    return "", ""
 
 
 def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
@@ -674,7 +638,10 @@ def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
             said = (e.errno or 0, "open", str(e.args[-1]))
         else:
             with file:
-                said = (0, *_read_all(file))
+                _read_all(file)
+            said = (0, "", "")
+    except UnsafeFile as e:
+        said = (0, "unsafe-file", str(e))
     except BaseException as e:
         said = (0, "damaged-data-set", f"{type(e).__name__}: {e}")
         if _is_memory(e):
@@ -689,7 +656,7 @@ def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
 @lru_cache(maxsize=256)
 def _examined(
     path: str,
-    identity: tuple[int, ...],  # of `_identity`
+    identity: tuple[int, ...],  # of `file_identity`
 ) -> tuple[str, str]:  # code of an error, and the reason; empty: the file can be read; raises OSError
     "Examine an HDF5 file in a child process."
     seconds = min(_MOST_SECONDS, _SECONDS + identity[2] / _BYTES_PER_SECOND)
@@ -724,33 +691,42 @@ def _examined(
     return code, reason
 
 
-def _identity(fd: int) -> tuple[int, ...]:  # raises OSError
-    "Return device, inode, size and times of an open file, which change when it changes."
-    s = os.fstat(fd)
+def file_identity(file: int | str | bytes | os.PathLike) -> tuple[int, ...]:  # raises OSError
+    "Return device, inode, size and times of a file or a descriptor, which change when it changes."
+    s = os.stat(file)
     return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
 
-def _open_examined(path: str | os.PathLike, **options: Any) -> h5py.File:
-    "Examine an HDF5 file, and open it for reading; raises DataError, MachineError, VerifyError."
+def open_file(
+    path: str | os.PathLike,
+    mode: str = "r",
+    *,
+    # False: this process has just written the file
+    examine: bool = True,
+    **options: Any,  # of h5py.File
+) -> h5py.File:
+    "Open an HDF5 file; one to be read is examined first, which raises DataError, MachineError and VerifyError."
+    if mode != "r" or not examine:
+        return _open(path, mode, **options)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block
             raise VerifyError("the path is not a regular file", code="not-a-file", path=path)
         for _ in range(3):
             # opened: then network file systems ask the server
             with open(open_regular_file(path), "rb", buffering=0) as raw:
-                identity = _identity(raw.fileno())
+                identity = file_identity(raw.fileno())
             code, reason = _examined(os.fspath(path), identity)
             if code:
-                what = "is damaged" if code == "damaged-data-set" else "is not safe"
                 raise VerifyError(
-                    f"the file was not read, because its structure {what}",
+                    "the file was not read, because its structure is "
+                    + ("damaged" if code == "damaged-data-set" else "not safe"),
                     code=code,
                     path=path,
                     found=reason,
                     remedy="copy the file again, or build the data set again from the recordings",
                 )
             file = _open(path, "r", **options)
-            if _identity(file.id.get_vfd_handle()) == identity:
+            if file_identity(file.id.get_vfd_handle()) == identity:
                 return file
             file.close()
     except OSError as e:

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -24,12 +25,10 @@ from leakmel.core.monitor import usable_cores
 from leakmel.core.store import StorePath
 from leakmel.dataset import consistency, schema
 from leakmel.dataset.consistency import Columns, Source, Sources, expected_bounds
-from leakmel.dataset.reader import read_rows
+from leakmel.dataset.reader import damage_errors, read_rows
 from leakmel.mel.spec import MelSpec, compare_each
-from leakmel.recordings.conform import digests_in_file, digests_of
-from leakmel.recordings.listing import existing_folder, split_folders
+from leakmel.recordings import conform, listing, tables
 from leakmel.recordings.naming import Naming
-from leakmel.recordings.tables import NameTable, read_table
 
 # %% ../../nbs/dataset/verify.ipynb #fae71a10
 @dataclass
@@ -80,9 +79,6 @@ class VerifyReport:
 # %% ../../nbs/dataset/verify.ipynb #3010d0c5
 _BLOCK_BYTES = 2 << 20
 _COLUMN_BYTES = 64 << 20  # of columns that are kept in memory; others are read each time
-# up to these numbers, the start of threads takes longer than the work
-_FEW_RUNS = 32  # of consecutive rows to read
-_FEW_UNKNOWN = 4  # rows whose correct values are to be computed
 _ROWS_PER_TASK = 16  # so that NumPy calls are long enough for other threads to run
 _SAMPLE_BYTES = 32 << 20  # of sources in memory, as float64
 
@@ -107,20 +103,17 @@ def _structure(f: h5py.File, columns: Columns, attributes: Mapping[str, Any]) ->
         if (shape := columns[name].shape) != (n,):
             yield f"{name} has shape {shape}, but the data set has {n} rows"
     yield from consistency.attribute_problems(attributes, spec, n)
-    yield from consistency.scale_problems(columns, spec)
     yield from consistency.accounting_problems(columns)
     for code in set(columns["rejected/code"][:].tolist()) - {c.encode() for c in errors.REJECT_CODES}:
         yield f"the reject code {code!r} is unknown"
-    labels = json.loads(attributes["labels_json"])
-    ids = columns[schema.LABELS][:]
-    if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels):
-        yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
-    else:
-        naming = Naming.from_json(attributes["naming_json"])
-        people = consistency.labelled_by_people(f)
-        yield from consistency.label_mismatches(
-            columns["files/path"][:], ids, labels, naming, attributes["split"], people
-        )
+    yield from consistency.label_mismatches(
+        columns["files/path"][:],
+        columns[schema.LABELS][:],
+        json.loads(attributes["labels_json"]),
+        Naming.from_json(attributes["naming_json"]),
+        attributes["split"],
+        consistency.labelled_by_people(f),
+    )
 
 # %% ../../nbs/dataset/verify.ipynb #3eaa029b
 def _digest_reader(rows: h5py.Dataset) -> Callable[[int, int], tuple[np.ndarray, np.ndarray]]:
@@ -129,11 +122,11 @@ def _digest_reader(rows: h5py.Dataset) -> Callable[[int, int], tuple[np.ndarray,
     begin, fd = rows.id.get_offset(), rows.file.id.get_vfd_handle()
     n_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:]))  # of a row
     if begin is not None and rows.dtype == np.dtype("<f2"):
-        return lambda start, n: digests_in_file(fd, begin + start * n_bytes, n, n_bytes)
+        return lambda start, n: conform.digests_in_file(fd, begin + start * n_bytes, n, n_bytes)
 
     def read(start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         block = read_rows(rows, np.arange(start, start + n))
-        return digests_of(block), np.isfinite(block.reshape(n, -1)).all(axis=1)
+        return conform.digests_of(block), np.isfinite(block.reshape(n, -1)).all(axis=1)
 
     return read
 
@@ -165,18 +158,13 @@ def _row_problems(
 
     left = np.arange(n_rows) if unread is None else np.flatnonzero(unread)
     runs = [slice(left[r.start], left[r.stop - 1] + 1) for r in schema.consecutive_runs(left, most=step)]
-    return (pool.map if unread is None or len(runs) > _FEW_RUNS else map)(check, runs)
+    return pool.map(check, runs)
 
 
 def _read_metadata(f: h5py.File, report: VerifyReport) -> tuple[dict[str, Any], dict[str, Any]]:
-    "Return columns and root attributes of a file; report what is unsafe to read, and if they do not match their digest."
-    sets = dict[str, h5py.Dataset]()
-    report.problems += schema.unsafe_parts(f, sets)
-    if report.problems:
-        return {}, {}
-    h5py.h5o.visit(f.id, lambda path: None)  # raises where a damaged group cannot be listed by other programs
+    "Return columns and root attributes of a file; report if they do not match their digest."
     attributes, columns, left = dict(f.attrs), dict[str, Any](), _COLUMN_BYTES
-    for name, x in sets.items():
+    for name, x in schema.all_sets(f):
         if name not in schema.PARTS:
             is_kept = x.ndim == 1 and not x.dtype.hasobject and x.dtype.subdtype is None and x.nbytes <= left
             columns[name] = schema.read_column(x) if is_kept else x
@@ -198,11 +186,13 @@ def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | No
     if report.problems:
         return columns
     report.n_rows = len(f[schema.ROWS])
-    pool, blocks = ThreadPoolExecutor(usable_cores()), list[Iterator[list[str]]]()
+    pool = ThreadPoolExecutor(usable_cores())
     try:
-        for name, digests in ((schema.ROWS, "digests/rows"), (schema.WAVEFORMS, "digests/waveforms")):
-            if name in f and digests in columns:
-                blocks.append(_row_problems(pool, f, name, columns[digests], unread))
+        blocks = [
+            _row_problems(pool, f, name, columns[digests], unread)
+            for name, digests in ((schema.ROWS, "digests/rows"), (schema.WAVEFORMS, "digests/waveforms"))
+            if name in f and digests in columns
+        ]
         report.problems += _structure(f, columns, attributes)
         if not report.problems:
             with schema.HDF5_TURN:
@@ -235,11 +225,16 @@ _FAULTS = {b"unread_samples", b"stalled"}
 
 
 def _find_source(
-    name: str, facts: dict[str, Any], from_name: dict[str, Any], sources: Sources, report: VerifyReport
+    name: str,
+    facts: dict[str, Any],
+    from_name: dict[str, Any],
+    sources: Sources,
+    file: bytes | None,
+    report: VerifyReport,
 ) -> Source | None:
     "Return the recording of a row, None if they cannot be compared; report wrong columns of the row."
     try:
-        source = sources.get(facts["path"])
+        source = sources.get(facts["path"], file)
     except errors.RecordingError as e:
         report._note_moved(f"{name}: the recording cannot be read now: {e}")
         return None
@@ -268,19 +263,19 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Itera
     for row, name, source in some:
         x = cast(np.ndarray, source.samples)
         is_whole = x.dtype == np.int16
-        right = x[starts[..., None] + np.arange(spec.short_window)]  # [L, S, short_window]
-        right = right.astype(np.float32) / np.float32(32_768 if is_whole else 1)
+        segments = x[starts[..., None] + np.arange(spec.short_window)]  # [L, S, short_window]
+        right = segments.astype(np.float32) / np.float32(32_768 if is_whole else 1)
         if n := int((~(np.abs(f[schema.WAVEFORMS][row] - right) <= (0 if is_whole else 1e-6))).sum()):
             yield f"{name}: the waveforms differ from the recording in {n} of {right.size} values"
 
 
 def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> tuple[float, list[str]]:
     "Recompute some rows; return the largest difference in dB and the problems."
-    numbers, names, sources = zip(*some)
+    numbers, names, sources = zip(*some, strict=True)
     verdicts = compare_each(read_rows(rows, np.array(numbers)), expected_bounds(sources, spec))
     return max(v.max_abs_db for v in verdicts), [
         f"{name} differs from the reference in {v.n_wrong} of {v.n_values} values, by up to {v.max_abs_db:.3g} dB"
-        for name, v in zip(names, verdicts)
+        for name, v in zip(names, verdicts, strict=True)
         if not v.ok
     ]
 
@@ -305,19 +300,18 @@ def _compare_rows(
     with ThreadPoolExecutor(usable_cores()) as pool:
         for start in range(0, len(picked), step):
             some = list[_Checked]()
-            with sources.at_hand(paths[start : start + step]):
+            with sources.at_hand(paths[start : start + step]) as files:
                 for i, row in enumerate(picked[start : start + step].tolist(), start):
                     name = f"row {row} ({errors.show_path(paths[i])})"
                     facts, from_name = ({n: x[i] for n, x in table.items()} for table in (columns, names))
-                    if (source := _find_source(name, facts, from_name, sources, report)) is not None:
+                    source = _find_source(name, facts, from_name, sources, files.get(paths[i]), report)
+                    if source is not None:
                         some.append((row, name, source))
             if schema.WAVEFORMS in f:
                 report.problems += _wrong_waveforms(f, spec, some)
-            is_few = sum(source.bounds is None for _, _, source in some) <= _FEW_UNKNOWN
-            n = _ROWS_PER_TASK if is_few else min(_ROWS_PER_TASK, -(-len(some) // usable_cores()))
+            n = min(_ROWS_PER_TASK, -(-len(some) // usable_cores()) or 1)
             tasks = [some[i : i + n] for i in range(0, len(some), n)]
-            run = map if is_few else pool.map
-            for largest, problems in run(partial(_check_rows, f[schema.ROWS], spec), tasks):
+            for largest, problems in pool.map(partial(_check_rows, f[schema.ROWS], spec), tasks):
                 report.max_abs_db = max(report.max_abs_db, largest)
                 report.problems += problems
             report.checked += len(some)
@@ -342,15 +336,15 @@ def _recordings_folder(
     paths: np.ndarray,  # of the rows
 ) -> bytes:  # that the paths are relative to; raises DataError, MachineError
     "Find the folder of the recordings of a data set."
-    top = existing_folder(root)
-    splits = split_folders(top) if naming.base == "split" else {}
+    top = listing.existing_folder(root)
+    splits = listing.split_folders(top) if naming.base == "split" else {}
     folder = os.fsencode(splits.get(split, top))
     there = (os.path.lexists(os.path.join(folder, p)) for p in paths)
     if isinstance(top, StorePath) or not len(paths) or any(there):
         return folder
-    lacking = f"none of the {len(paths):,} recordings, for example {errors.show_path(paths[0])}"
     raise errors.DataError(
-        f"the folder contains {lacking}: give the data folder that the data set was built from",
+        f"the folder contains none of the {len(paths):,} recordings, for example {errors.show_path(paths[0])}: "
+        "give the data folder that the data set was built from",
         code="no-recordings",
         path=folder,
     )
@@ -364,7 +358,7 @@ def _check_origin(
     sample: int | None,
     accounting: bool,
     edges: Sequence[int],
-    table: NameTable | None,
+    table: tables.NameTable | None,
     sources: Sources | None,
     is_changed: Callable[[bytes], bool],
     progress: Callable[[int, int], None],
@@ -376,9 +370,8 @@ def _check_origin(
     report.labels_compared = naming.source != "table" or table is not None
     if table is not None:
         if naming.source != "table":
-            origin = "folders" if naming.labels_by_folder else "a pattern"
             raise errors.UsageError(
-                f"the labels of this data set come from {origin}: omit the table",
+                f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: omit the table",
                 code="table-not-used",
                 path=f.filename,
             )
@@ -391,36 +384,35 @@ def _check_origin(
         report._note_moved(f"the data folder cannot be used; the data set was not compared: {e}")
         report.labels_compared = False
         return
-    given = sources
-    needs = schema.WAVEFORMS in f
-    if sources is None or (sources.folder, sources.spec) != (folder, spec) or sources.keep_samples < needs:
-        sources = Sources(folder, spec)
-    # a longer path, of a rejected recording, would widen a copy of all paths
-    known = [path for path in sources.known if len(path) <= paths.dtype.itemsize]
-    preferred = np.searchsorted(paths, np.array(known, paths.dtype)).tolist()
-    picked = pick_rows(
-        report.n_rows, sample, columns[schema.LABELS][:], columns["files/rms_db"][:], edges, preferred
-    )
-    if len(picked):
-        report.scope = "against the sources"
-    try:
+    with ExitStack() as stack:
+        needs = schema.WAVEFORMS in f
+        if (
+            sources is None
+            or (sources.folder, sources.spec) != (folder, spec)
+            or sources.keep_samples < needs
+        ):
+            sources = Sources(folder, spec)
+            stack.callback(sources.copies.close)
+        # a longer path, of a rejected recording, would widen a copy of all paths
+        known = [path for path in sources.known if len(path) <= paths.dtype.itemsize]
+        preferred = np.searchsorted(paths, np.array(known, paths.dtype)).tolist()
+        picked = pick_rows(
+            report.n_rows, sample, columns[schema.LABELS][:], columns["files/rms_db"][:], edges, preferred
+        )
+        if len(picked):
+            report.scope = "against the sources"
         _compare_rows(f, naming, sources, columns, picked, progress, report)
         report.problems += consistency.rejected_problems(
             columns,
-            spec,
+            sources,
             naming,
             labels,
-            folder,
             root,
             sample,
             report.moved,
-            sources.copies,
             by_people=consistency.labelled_by_people(f) is not None,
             is_changed=is_changed,
         )
-    finally:
-        if sources is not given:
-            sources.close()
     if accounting:
         report.problems += consistency.accounting(f, folder, naming)
 
@@ -435,7 +427,7 @@ def check_data_set(
     accounting: bool = True,
     unread: np.ndarray | None = None,  # [n_rows] bool, rows to compare with their digests; None: all
     edges: Sequence[int] = (),  # rows to recompute in any case
-    table: str | os.PathLike | NameTable | None = None,  # that the labels come from, or its content
+    table: str | os.PathLike | tables.NameTable | None = None,  # that the labels come from, or its content
     columns: Mapping[str, str] | str | None = None,  # columns of the table, as for `scan`
     sources: Sources | None = None,  # expected rows, computed in advance
     is_changed: Callable[[bytes], bool] = lambda path: False,  # a rejected file, since it was listed
@@ -443,24 +435,21 @@ def check_data_set(
 ) -> VerifyReport:
     "Verify a data set during a build; raises MachineError, MemoryError, UsageError, and DataError of the table instead of reporting bad rows."
     check_sample(sample)
-    names = table if table is None or isinstance(table, NameTable) else read_table(table, columns)
+    names = (
+        table if table is None or isinstance(table, tables.NameTable) else tables.read_table(table, columns)
+    )
     report = VerifyReport(os.fspath(path), labels_compared=False)
     try:
-        with schema.open_file(path, examine=examine) as f:
+        with damage_errors(path), schema.open_file(path, examine=examine) as f:
             found = _check_integrity(f, report, unread)
             if not report.problems:
                 _check_origin(
                     f, found, report, root, sample, accounting, edges, names, sources, is_changed, progress
                 )
-    except (errors.MachineError, MemoryError):
-        raise
-    except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
-        if getattr(e, "code", "") == "table-not-used":
+    except errors.LeakmelError as e:
+        if isinstance(e, errors.MachineError) or e.code == "table-not-used":
             raise
-        if (fault := schema.machine_fault(e, path)) is not e:
-            raise fault from e
-        reason = e if isinstance(e, errors.LeakmelError) else f"{type(e).__name__}: {e}"
-        report.problems.append(f"the file cannot be read as a data set: {reason}")
+        report.problems.append(f"the file cannot be read as a data set: {e}")
     return report
 
 # %% ../../nbs/dataset/verify.ipynb #6abc4881

@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 
 from leakmel.core.errors import OutputError, VerifyError, write_error
-from leakmel.core.files import read_at, require_space, sync_folder, write_at, write_errors
+from leakmel.core.files import read_at, require_space, write_at, write_errors
 from leakmel.core.monitor import usable_cores
 from leakmel.dataset.schema import (
     HDF5_TURN,
@@ -98,6 +98,7 @@ def compress_chunk(
 
 # %% ../../nbs/dataset/writer.ipynb #887d1ef5
 _CHUNKS_PER_THREAD = 3  # chunks under way for each thread
+_MOST_IN_MEMORY = 256 << 20  # bytes of whole chunks whose compressed ones wait to be written to the disk
 
 # %% ../../nbs/dataset/writer.ipynb #0d939a83
 _Item = TypeVar("_Item")
@@ -126,10 +127,10 @@ def compress_rows(
     *,
     threads: int | None = None,  # default: one for each usable core
     stopped: Callable[[], bool] = lambda: False,  # asked before each chunk
-    # called after each chunk, with the place of its first value
-    written: Callable[[tuple[int, ...], bytes], object] = lambda place, chunk: None,
-) -> None:  # raises OutputError when stopped
-    "Copy rows into a compressed data set; the bytes do not depend on the number of threads."
+) -> Iterator[
+    dict[tuple[int, ...], bytes]
+]:  # chunks by the place of their first value; raises OutputError when stopped
+    "Copy rows into a compressed data set, and yield the chunks, many at a time; the bytes do not depend on the number of threads."
     threads = threads or usable_cores()
     per_chunk = target.chunks[0]
     n_bytes = per_chunk * (source.nbytes // len(source))
@@ -144,6 +145,7 @@ def compress_rows(
         read_at(fd, raw[: end - at], at)
         return compress_chunk(raw, item_bytes, level)
 
+    done: dict[tuple[int, ...], bytes] = {}
     with ThreadPoolExecutor(threads, "leakmel-gzip") as pool:
         chunks = map_in_order(pool, pack, range(begin, end, n_bytes), _CHUNKS_PER_THREAD * threads)
         for k, chunk in enumerate(chunks):
@@ -153,7 +155,11 @@ def compress_rows(
                 )
             place = (k * per_chunk, *(0 for _ in target.shape[1:]))
             target.id.write_direct_chunk(place, chunk)
-            written(place, chunk)
+            done[place] = chunk
+            if len(done) * n_bytes >= _MOST_IN_MEMORY:
+                yield done
+                done = {}
+    yield done
 
 # %% ../../nbs/dataset/writer.ipynb #0b893202
 SPARE_BYTES = 4096  # space reserved for the metadata of each candidate
@@ -193,7 +199,6 @@ def _copy_around(
             at = end
 
 # %% ../../nbs/dataset/writer.ipynb #527ae5c2
-_MOST_IN_MEMORY = 256 << 20  # bytes of compressed chunks, before they are written to the disk
 _PUNCH_HOLE = 3  # mode of fallocate(2): FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
@@ -207,33 +212,18 @@ def _pack_part(
 ) -> list[tuple[int, int]]:  # begin and end of each chunk; raises OutputError
     "Compress rows or waveforms into a file in memory, but write their chunks to the same places of a file on the disk."
     target = create_compressed(packed, part.name, part.shape, part.dtype)
-    waiting: dict[tuple[int, ...], bytes] = {}
     written: list[tuple[int, int]] = []
-    n_bytes = 0  # of the chunks that wait
-
-    def move() -> None:
-        "Write the chunks that wait, and free their memory: the library finds the chunks of all places at once."
-        nonlocal n_bytes
-        offsets: dict[tuple[int, ...], int] = {}
-        target.id.chunk_iter(lambda c: offsets.update({c.chunk_offset: c.byte_offset}))
-        for place, chunk in waiting.items():
+    for chunks in compress_rows(part, target, stopped=stopped):
+        stored: list[h5py.h5d.StoreInfo] = []
+        target.id.chunk_iter(stored.append)  # finds the chunks of all places at once
+        offsets = {c.chunk_offset: c.byte_offset for c in stored}
+        for place, chunk in chunks.items():
+            begin = offsets[place]
             with write_errors(path):
-                write_at(fd, chunk, offsets[place])
-            with suppress(OSError):
-                fallocate(memory, len(chunk), mode=_PUNCH_HOLE, offset=offsets[place])
-            written.append((offsets[place], offsets[place] + len(chunk)))
-        waiting.clear()
-        n_bytes = 0
-
-    def add(place: tuple[int, ...], chunk: bytes) -> None:
-        nonlocal n_bytes
-        waiting[place] = chunk
-        n_bytes += len(chunk)
-        if n_bytes >= _MOST_IN_MEMORY:
-            move()
-
-    compress_rows(part, target, stopped=stopped, written=add)
-    move()
+                write_at(fd, chunk, begin)
+            with suppress(OSError):  # frees memory
+                fallocate(memory, len(chunk), mode=_PUNCH_HOLE, offset=begin)
+            written.append((begin, begin + len(chunk)))
     return written
 
 
@@ -294,9 +284,11 @@ class RowFile:
     @property
     def parts(self) -> list[tuple[str, int, int]]:
         "Name of the digests in an entry, byte offset and bytes of an item: of rows, and of waveforms if any."
-        rows = ("digest", self.offset, self.row_bytes)
-        waveforms = ("waveform_digest", self.waveform_offset, self.waveform_bytes)
-        return [rows, waveforms] if self.waveform_bytes else [rows]
+        both = [
+            ("digest", self.offset, self.row_bytes),
+            ("waveform_digest", self.waveform_offset, self.waveform_bytes),
+        ]
+        return both if self.waveform_bytes else both[:1]
 
     def write(self, first: int, items: np.ndarray, part: int = 0) -> int:
         "Write items of a part of candidates first, first + 1 ...: rows [k, L, S, M, T] float16, or waveforms; return the bytes written."
@@ -317,7 +309,7 @@ class RowFile:
         keep = np.flatnonzero(good)
         before = self.parts
         _, self.waveform_offset = part_offsets(len(keep), self.row_shape, self.waveform_shape)
-        for (_, begin, n_bytes), (_, goal, _) in zip(before, self.parts):
+        for (_, begin, n_bytes), (_, goal, _) in zip(before, self.parts, strict=True):
             for run in consecutive_runs(keep, most=max(1, _COPY_BYTES // n_bytes)):
                 source, target = begin + int(keep[run.start]) * n_bytes, goal + run.start * n_bytes
                 if source != target:  # it is the larger one
@@ -398,8 +390,8 @@ class RowFile:
         with write_errors(self.partial):
             os.fsync(self.fd)
 
-    def publish(self, *, sync: bool = True) -> None:
-        "Give the file its final name."
+    def publish(self) -> None:
+        "Give the file its final name; the folder is not flushed to disk."
         self._close()
         old = -1
         with suppress(OSError):  # there is none
@@ -410,8 +402,6 @@ class RowFile:
         finally:
             if old >= 0:  # its space is freed when it is closed, which takes 0.2 s per gigabyte
                 threading.Thread(target=os.close, args=(old,)).start()
-        if sync:
-            sync_folder(self.target.parent)
 
     def abort(self, *, keep: bool = False) -> None:
         "Remove the partial file, or with `keep`, keep it for a later build. The file with the final name stays."

@@ -76,7 +76,7 @@ def outside_of_values(path: Path) -> np.ndarray:
     "Places of all bytes of a file that are no values of HDF5 data sets."
     mask = np.ones(path.stat().st_size, bool)
     with h5py.File(path) as f:
-        for _, item in schema._all_sets(f):
+        for _, item in schema.all_sets(f):
             assert isinstance(item, h5py.Dataset)
             if item.chunks:
                 item.id.chunk_iter(
@@ -91,7 +91,7 @@ def everything(path: Path) -> dict[str, Any]:
     "All that h5py reads from a file."
     with h5py.File(path) as f:
         read: dict[str, Any] = dict(schema.description(f))
-        for name, item in schema._all_sets(f):
+        for name, item in schema.all_sets(f):
             assert isinstance(item, h5py.Dataset)
             read[name] = str(item.dtype), item.shape, item.chunks, np.ascontiguousarray(item[()]).tobytes()
         return read | {"attributes": {name: str(value) for name, value in f.attrs.items()}}

@@ -184,7 +184,7 @@ def test_wrong_rows_are_detected_with_precomputed_rows(data, tmp_path, monkeypat
 class Untrue(Sources):
     "Sources that must not be asked."
 
-    def get(self, path):
+    def get(self, path, file=None):
         raise MachineError("asked", path=path)
 
 

@@ -85,7 +85,7 @@ def build(target: Path, good: np.ndarray, *, block: int = 7, spec: MelSpec = SMA
         file.write(first, np.ascontiguousarray(rows[first : first + block]))
     file.compact_rows(good)
     file.finish(metadata_of(np.flatnonzero(good), (), spec))
-    file.publish(sync=False)
+    file.publish()
     return target.read_bytes()
 
 
@@ -155,7 +155,7 @@ def test_rejected_files_leave_no_trace(tmp_path, good, block):
     clean = RowFile(tmp_path / "b.h5", SMALL.row_shape, len(numbers))
     clean.write(0, rows_of(numbers))
     clean.finish(metadata_of(numbers))
-    clean.publish(sync=False)
+    clean.publish()
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
     assert leftovers(tmp_path, "a.h5", "b.h5") == []
 
@@ -179,7 +179,7 @@ def test_rows_are_compacted_over_any_gap(tmp_path, pattern):
     file.write(0, rows_of(range(n)))
     file.compact_rows(good)
     file.finish(metadata_of(np.flatnonzero(good)))
-    file.publish(sync=False)
+    file.publish()
     with h5py.File(tmp_path / "a.h5") as f:
         assert (f["segments_mel"][:] == rows_of(np.flatnonzero(good))).all()
 
@@ -231,13 +231,13 @@ def test_rejected_files_leave_no_trace_in_waveforms(tmp_path, good):
     for name, mask, order in (("a.h5", keep, 1), ("b.h5", keep, -1)):
         file = build_both(tmp_path / name, mask, order)
         file.finish(meta)
-        file.publish(sync=False)
+        file.publish()
     clean = RowFile(tmp_path / "c.h5", SMALL.row_shape, len(numbers), WAVE)
     clean.write(0, rows_of(numbers))
     for k, wave in enumerate(waves_of(numbers)):
         clean.write(k, wave, 1)
     clean.finish(meta)
-    clean.publish(sync=False)
+    clean.publish()
     with h5py.File(tmp_path / "a.h5") as f:
         assert (f["segments_waveform"][:] == waves_of(numbers)).all()
         assert (f["segments_mel"][:] == rows_of(numbers)).all()
@@ -254,7 +254,7 @@ def test_offset_of_mels_does_not_depend_on_waveforms(tmp_path, n):
     build(tmp_path / "plain.h5", np.ones(n, bool))
     file = build_both(tmp_path / "a.h5", np.ones(n, bool))
     file.finish(with_waves(metadata_of(range(n)), range(n)))
-    file.publish(sync=False)
+    file.publish()
     end = part_offsets(1, SMALL.row_shape)[0] + n * file.row_bytes
     with h5py.File(tmp_path / "plain.h5") as a, h5py.File(tmp_path / "a.h5") as b:
         assert "segments_waveform" not in a
@@ -303,13 +303,13 @@ def test_gzip_compresses_waveforms_and_checks_space(tmp_path, monkeypatch):
     meta = with_waves(metadata_of(range(n)), range(n))
     whole = build_both(tmp_path / "a.h5", np.ones(n, bool))
     whole.finish(meta)
-    whole.publish(sync=False)
+    whole.publish()
     packed = build_both(tmp_path / "b.h5", np.ones(n, bool))
     packed.finish(meta)
     asked: list[int] = []
     monkeypatch.setattr(writer, "require_space", lambda folder, n_bytes: asked.append(n_bytes))
     packed.compress(meta)
-    packed.publish(sync=False)
+    packed.publish()
     assert asked == [n * (256 + 4096 + writer.SPARE_BYTES)]
     assert same(content(tmp_path / "a.h5"), content(tmp_path / "b.h5"))
     with h5py.File(tmp_path / "b.h5") as f:
@@ -465,7 +465,7 @@ def test_the_replaced_file_is_closed_in_a_thread(tmp_path, monkeypatch):
 
     file = RowFile(target, (1, 1, 2, 3), 1)
     monkeypatch.setattr(os, "close", note)
-    file.publish(sync=False)
+    file.publish()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(10)
