@@ -13,7 +13,7 @@ import os
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy import fft, ndimage, signal
@@ -30,9 +30,6 @@ from leakmel.extras.locate.cross_spectra import (
 from leakmel.pages.plots import MAX_POINTS, Trace, apply_style, f32, label_colour, styled_subplots
 from leakmel.recordings.naming import iso_time, parse_name
 from leakmel.recordings.wav import Recording, read_wav
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 # %% ../../../nbs/extras/locate/correlate.ipynb #a1c00005
 # Young's modulus of a pipe wall, GPa: the lowest that is to be expected, the usual one, the highest; and their source
@@ -275,7 +272,7 @@ class Correlation:
         shown = {name: value for name, value in vars(self).items() if name != "curves"}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}
 
-    def figure(self) -> "go.Figure":
+    def figure(self) -> Any:  # go.Figure
         "Draw the correlogram over the position, the coherence, and the phase with its fit."
         fig = styled_subplots(rows=3, cols=1, vertical_spacing=0.13, row_heights=[0.5, 0.25, 0.25])
         for row, trace in correlation_traces(self):
@@ -639,15 +636,6 @@ def correlation_traces(
     ]
     if found.delay_s is not None:
         ends = f32(f[[0, -1]])
-        traces.append(
-            (
-                3,
-                {
-                    "x": ends,
-                    "y": -2 * np.pi * ends * found.delay_s,
-                    "name": "phase of the delay",
-                    "line": line,
-                },
-            )
-        )
+        fit = {"x": ends, "y": -2 * np.pi * ends * found.delay_s, "name": "phase of the delay", "line": line}
+        traces.append((3, fit))
     return traces
