@@ -282,10 +282,22 @@ class Correlation:
         for at in (0, self.distance_m):
             fig.add_vline(x=at, row=1, **place)
         if self.low_m is not None:
-            shade: Any = {"fillcolor": label_colour(2), "opacity": 0.2, "line_width": 0}
-            fig.add_vrect(x0=self.low_m, x1=self.high_m, row=1, col=1, **shade)
-        names = {"xaxis": "position from logger a (m)", "xaxis3": "frequency (Hz)"}
-        names |= {"yaxis": "correlation", "yaxis2": "coherence", "yaxis3": "phase (rad)"}
+            fig.add_vrect(
+                x0=self.low_m,
+                x1=self.high_m,
+                row=1,
+                col=1,
+                fillcolor=label_colour(2),
+                opacity=0.2,
+                line_width=0,
+            )
+        names = {
+            "xaxis": "position from logger a (m)",
+            "xaxis3": "frequency (Hz)",
+            "yaxis": "correlation",
+            "yaxis2": "coherence",
+            "yaxis3": "phase (rad)",
+        }
         fig.update_layout({axis: {"title": {"text": text}} for axis, text in names.items()})
         head = self.text().splitlines()[0]
         return apply_style(
@@ -406,8 +418,13 @@ def _pipe(
     range_m_s = speed.range_m_s if isinstance(speed, WaveSpeed) and speed_error_m_s is None else None
     if speed_error_m_s is None:
         speed_error_m_s = speed.error_m_s if isinstance(speed, WaveSpeed) else 0.05 * speed_m_s
-    values = {"distance_m": distance_m, "speed_m_s": speed_m_s, "clock_error_s": clock_error_s}
-    values |= {"speed_error_m_s": speed_error_m_s, "distance_error_m": distance_error_m}
+    values = {
+        "distance_m": distance_m,
+        "speed_m_s": speed_m_s,
+        "clock_error_s": clock_error_s,
+        "speed_error_m_s": speed_error_m_s,
+        "distance_error_m": distance_error_m,
+    }
     for name, value in values.items():
         is_positive = name in ("distance_m", "speed_m_s")
         if not math.isfinite(value) or value < 0 or (is_positive and value == 0):
@@ -614,7 +631,7 @@ def correlation_traces(
         lags, heights = correlogram(x, name)
         shown = np.abs(lags) <= 1.2 * c.most_s
         lags, heights = _thin(lags[shown] + c.correction_s, heights[shown])
-        curve = {
+        curve: Trace = {
             "x": f32((found.distance_m + found.speed_m_s * lags) / 2),
             "y": f32(heights),
             "customdata": f32(1000 * lags),
@@ -629,10 +646,19 @@ def correlation_traces(
     omega, ab = (v[x.coherent][:: -(-len(v) // MAX_POINTS)] for v in (2 * np.pi * x.freqs_hz, x.mean(x.ab)))
     # unwrapped about the line of the delay
     phase = np.angle(ab * np.exp(1j * omega * (c.delay_s - c.correction_s))) - omega * c.delay_s
-    dots = {"mode": "markers", "marker": {"color": label_colour(1), "size": 3}}
+
     traces += [
         (2, {"x": f32(f), "y": f32(coherence), "name": "coherence", "line": line}),
-        (3, dict(x=f32(omega / (2 * np.pi)), y=f32(phase), name="phase", **dots)),
+        (
+            3,
+            {
+                "x": f32(omega / (2 * np.pi)),
+                "y": f32(phase),
+                "name": "phase",
+                "mode": "markers",
+                "marker": {"color": label_colour(1), "size": 3},
+            },
+        ),
     ]
     if found.delay_s is not None:
         ends = f32(f[[0, -1]])

@@ -317,7 +317,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # column -> from a stored val
 }
 
 
-def _pages(history: History, sql: str) -> Iterator[dict[str, list[Any]]]:
+def _pages(history: History, sql: str) -> Iterator[dict[str, Sequence[Any]]]:
     "Yield the rows of a query as columns with the types of the schema."
     with history._errors():
         cursor = history.db.execute(sql)

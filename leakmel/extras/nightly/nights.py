@@ -395,8 +395,7 @@ def sensor_table(
         s: [row[1:] for row in rows] for s, rows in groupby(history.query(sql, (since,)), itemgetter(0))
     }
     newest = f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1"
-    silent = set(all_sensors(history)) - by_sensor.keys()
-    by_sensor |= {sensor: history.query(newest, (sensor,)) for sensor in silent}
+    by_sensor |= {s: history.query(newest, (s,)) for s in all_sensors(history) if s not in by_sensor}
     p_values = _start_p_values(history, by_sensor, np.asarray(normal)) if len(normal) else {}
     # at most this share of normal new sensors is listed
     visits = {s: "high from the start" for s, p in p_values.items() if p <= 0.05}
@@ -410,8 +409,8 @@ def sensor_table(
     rows = []
     for s, own in by_sensor.items():
         reason = _reason(visits.get(s, ""), own, budget, p_values.get(s, 1.0))
-        found = best.get(s, _NONE), loudest.get(s, _NONE)
-        rows.append(_row(s, own, visits.get(s, ""), reason, sensor_health(own, last), *found))
+        visit, health = visits.get(s, ""), sensor_health(own, last)
+        rows.append(_row(s, own, visit, reason, health, best.get(s, _NONE), loudest.get(s, _NONE)))
     places = {"evidence": 0, "high from the start": 1, "audit": 2, "": 3}
     rows.sort(key=lambda r: (places[r.visit], -r.evidence, -(r.score or 0.0), r.sensor))
     return [replace(r, rank=k) for k, r in enumerate(rows, 1)]
@@ -556,8 +555,8 @@ def _nights(history: History, since: date, until: date) -> pd.DataFrame:
 def reference_of_history(history: History) -> Reference | None:
     "Measure the first 28 nights of a network; None where they are not over, or have too few recordings yet."
     # single recordings of a wrong clock do not begin the reference
-    sql = "SELECT night, sum(usable) FROM nights GROUP BY night ORDER BY night LIMIT 100"
-    counts = {date.fromisoformat(night): n for night, n in history.query(sql)}
+    rows = history.query("SELECT night, sum(usable) FROM nights GROUP BY night ORDER BY night LIMIT 100")
+    counts = {date.fromisoformat(night): n for night, n in rows}
     for first in counts:
         end = first + timedelta(days=REFERENCE_DAYS - 1)
         if sum(n for night, n in counts.items() if first <= night <= end) < MIN_RECORDINGS:

@@ -203,8 +203,15 @@ def read_new(files: _Files, detector: Detector, history: History, device: str, p
         return
     new = {path: files.found[path] for path in files.to_read}
     sizes, mtimes, names = zip(*new.values(), strict=True)
-    no_label = np.full(len(new), -1, np.int16)
-    x = Listing("", files.folder, list(new), np.array(sizes), np.array(mtimes), no_label, parts=names)
+    x = Listing(
+        "",
+        files.folder,
+        list(new),
+        np.array(sizes),
+        np.array(mtimes),
+        np.full(len(new), -1, np.int16),  # no labels
+        parts=names,
+    )
     done = predict(
         files.folder, detector, manifest=Manifest(files.folder, (), (x,)), device=device, progress=progress
     )
@@ -789,8 +796,7 @@ def nightly(
             },
             notes=(*[f"names are read by the pattern {pattern!r}"] * bool(pattern), *_notes(files), *ignored),
         )
-        clips = _clips(done, files.paths, detector)
-        write_tables(done, visits_page(done, clips, _places(rows, manifest)))
+        write_tables(done, visits_page(done, _clips(done, files.paths, detector), _places(rows, manifest)))
     return replace(done, seconds=time.perf_counter() - began)
 
 

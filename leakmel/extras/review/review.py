@@ -693,8 +693,13 @@ class ReviewApp:
         }
         style = {"description_width": "initial"}
         line = w.Layout(flex_flow="row wrap", align_items="center", width="100%")
-        queues = [(title, name) for name, title in QUEUES.items()]
-        self.queue = w.Dropdown(options=queues, value=s.queue.name, description="queue", style=style)
+
+        self.queue = w.Dropdown(
+            options=[(title, name) for name, title in QUEUES.items()],
+            value=s.queue.name,
+            description="queue",
+            style=style,
+        )
         # texts are sent whole when the field is left, before the click that stores them
         self.by = w.Text(value=s.by, description="person", continuous_update=False, style=style)
         self.band = w.Checkbox(description="band-pass to 2 kHz", indent=False, layout={"width": "170px"})
@@ -703,8 +708,11 @@ class ReviewApp:
         self.html = {name: w.HTML(layout={"width": "100%"}) for name in places}
         self.buttons = {}
         for key, (title, colour) in (names | {"z": ("undo", "")}).items():
-            look = {"button_style": colour, "layout": {"width": "auto", "min_width": "100px"}}
-            self.buttons[key] = w.Button(description=f"{title} ({key})", **look)
+            self.buttons[key] = w.Button(
+                description=f"{title} ({key})",
+                button_style=colour,
+                layout={"width": "auto", "min_width": "100px"},
+            )
             self.buttons[key].add_class(f"lm-key-{key}")
             self.buttons[key].on_click(partial(self._act, _KEYS[key]))
         self.others = []  # rows of other recordings, each with a play button, and their texts
@@ -812,8 +820,15 @@ def review(
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> ReviewApp:  # raises LeakmelError
     "Listen to recordings of a folder and label them, in a notebook."
-    given: dict[str, Any] = {"manifest": manifest, "device": device, "progress": progress}
-    found = review_recordings(folder, model, tables=tables, leak_label=leak_label, **given)
+    found = review_recordings(
+        folder,
+        model,
+        tables=tables,
+        manifest=manifest,
+        leak_label=leak_label,
+        device=device,
+        progress=progress,
+    )
     usual = ("suggested", "errors", "threshold", "random")
     queue = queue or next(q for q in usual if not lacking(found, q))
     session = ReviewSession(found, labels, by=by, queue=queue, n=n, other_label=other_label, seed=seed)

@@ -343,8 +343,8 @@ def suggest(
     people = current_labels([]) if labels is None else read_labels(labels)
     # digests, or paths where the table has no digests
     labelled = {*people.labels, *people.disagreements, *people.unsure}
-    columns = ("path", "digest", "kind", "reason")
-    read = [row for file in earlier for _, row in csv_table(Path(file), read_text(file)).records(*columns)]
+    tables = (csv_table(Path(file), read_text(file)) for file in earlier)
+    read = [row for table in tables for _, row in table.records("path", "digest", "kind", "reason")]
     detector, named = detector_of(model)
     required_spec(detector)
     done = predict(folder, detector, manifest=manifest, device=device, progress=progress)
@@ -381,8 +381,10 @@ def suggest(
     rows = []
     for i, kind, n_alike in chosen:
         uncertain = f"{name} {place[i]:.2f}, threshold {threshold:.2f}"
-        numbers = {"probability": float(probability[i]), "score": float(done.score[i])}
-        rows.append(_row(done.scored[i], kind, n_alike, uncertain) | numbers)
+        rows.append(
+            _row(done.scored[i], kind, n_alike, uncertain)
+            | {"probability": float(probability[i]), "score": float(done.score[i])}
+        )
     suggestions = Suggestions(
         folder=done.folder,
         table=pd.DataFrame(rows, columns=list(SUGGESTION_COLUMNS)),

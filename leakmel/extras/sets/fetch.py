@@ -530,8 +530,12 @@ def _difference(file: RemoteFile, path: Path) -> str:  # what was found; empty: 
 
 def _file_facts(path: Path, name: str, published: str = "") -> dict[str, Any]:
     "Describe a file for set.json."
-    facts = {"name": name, "bytes": path.stat().st_size, "sha256": digest_of_file(path, "sha256")}
-    return {**facts, "published": published}
+    return {
+        "name": name,
+        "bytes": path.stat().st_size,
+        "sha256": digest_of_file(path, "sha256"),
+        "published": published,
+    }
 
 
 def download_files(
