@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #3e3aa296
 import json
-
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -651,7 +650,7 @@ def drift_of(
         reference,
         len(recent),
         ranges_of(recent.drop(columns="sensor")),
-        ((values < low) | (values > high)).mean().to_dict(),
+        dict(zip(names, ((values < low) | (values > high)).mean().tolist(), strict=True)),
         {
             str(s): tuple(is_far.columns[row])
             for s, row in zip(is_far.index, is_far.to_numpy(), strict=True)

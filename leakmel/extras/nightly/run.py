@@ -40,7 +40,6 @@ from leakmel.extras.nightly.history import History, HistoryEntry, night_of
 from leakmel.mel.engines import open_engine
 from leakmel.pages.page_figures import filled, playback, png_bytes
 from leakmel.pages.plots import f32, label_colour, styled_figure
-
 from leakmel.recordings.listing import Listing
 from leakmel.recordings.manifest import Manifest, scan
 from leakmel.recordings.naming import TIME_FORMS, NameParts, guess_pattern, pattern_tokens
@@ -248,6 +247,7 @@ SENSORS_CSV, SENSORS_JSON, VISITS_HTML = "sensors.csv", "sensors.json", "visits.
 FORMAT = "leakmel nightly 1"
 MAX_NAMED = 20  # rejected files that are named
 LISTED = ("evidence", "high from the start")  # reasons for a visit, other than an audit
+_FROM_FILE = "new recordings have no valid time in their name: the time of the file was used, which is wrong if it was copied"
 
 
 @dataclass(frozen=True)
@@ -365,10 +365,7 @@ class NightlyRun:
                 f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {c.found:,} files found",
                 f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
                 f"  detector: {self.evaluation}",
-                *[
-                    f"  {c.times_from_file:,} new recordings have no valid time in their name: the time of the file was used, which is wrong if it was copied"
-                ]
-                * (c.times_from_file > 0),
+                *[f"  {c.times_from_file:,} {_FROM_FILE}"] * (c.times_from_file > 0),
                 *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
                 *(f"  {text}" for text in (self.high_scores, *self.warnings) if text),
                 *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),

@@ -10,11 +10,8 @@ __all__ = ['MAX_SIMILAR', 'N_NEIGHBOURS', 'N_SIMILAR', 'labelled_embeddings', 'o
 import base64
 import importlib.util
 import json
-
 import os
 import sys
-
-
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -168,7 +165,10 @@ def _scored(folder: Path, detector: Detector, **given: Any) -> tuple[list[dict[s
         }
         for part in (detector.members if len(detector.members) > 1 else ())
     }
-    of_all = {"threshold": done.rule.threshold, "segment_s": done.spec.long_hop / done.spec.sample_rate}
+    of_all: dict[str, Any] = {
+        "threshold": done.rule.threshold,
+        "segment_s": done.spec.long_hop / done.spec.sample_rate,
+    }
     rows = [
         _row(
             *(s.path, s.label, s.sensor, s.facts),

@@ -22,7 +22,6 @@ from leakmel.core.comparison import match_texts, text_key
 from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import write_whole
 from leakmel.detector.model.detector import Detector, required_spec
-
 from leakmel.detector.predict.predict import (
     ScoredRecording,
     ScoredRecordings,

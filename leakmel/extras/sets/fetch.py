@@ -458,7 +458,7 @@ def _request(s: LeakSet, url: str, stream: bool = False) -> Any:  # an answer of
     return answer
 
 
-def _listed(s: LeakSet) -> Iterator[tuple[Any, ...]]:  # path, address, size and checksum
+def _listed(s: LeakSet) -> Iterator[tuple[str, Any, Any, Any]]:  # path, address, size and checksum
     "List all files of a record of Zenodo or Mendeley Data."
     if not s.version:
         for f in _request(s, s.record).json()["files"]:
