@@ -89,8 +89,8 @@ def test_scores_are_those_of_predict(tmp_path, model):
     levels = dict(db.execute("SELECT path, rms_db FROM recordings"))
     db.close()
     table = lm.predict(folder, model, **QUIET).table
-    assert stored == dict(zip(table["path"], table["score"]))
-    assert levels == dict(zip(table["path"], table["rms_db"]))
+    assert stored == dict(zip(table["path"], table["score"], strict=True))
+    assert levels == dict(zip(table["path"], table["rms_db"], strict=True))
 
 
 @pytest.mark.slow
@@ -312,7 +312,7 @@ def test_a_killed_run_is_repeated_by_the_next(tmp_path, model):
             children.run(code=_KILLED.format(given=(str(folder), str(model), str(tmp_path / str(k)), *words)))
             for k, words in enumerate(KILLS)
         ]
-    for k, (words, done) in enumerate(zip(KILLS, ends)):
+    for k, (words, done) in enumerate(zip(KILLS, ends, strict=True)):
         assert (done.status, done.hung) == (-signal.SIGKILL, False), done.err
         nightly(folder, model, tmp_path / str(k), **QUIET)
         assert tables(tmp_path / str(k)) == tables(tmp_path / "right"), words

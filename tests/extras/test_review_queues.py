@@ -127,7 +127,7 @@ def test_a_cross_validation_gives_the_worst_errors(folder, plain, tmp_path):
     names = [r.path for r in plain.recordings[:4]]  # all of LEAK
     rows = [
         {"path": name.removeprefix("LEAK/"), "leak": name.startswith("LEAK"), "fold": 0, "score": s}
-        for name, s in zip(names, scores)
+        for name, s in zip(names, scores, strict=True)
     ]
     table = write_rows(tmp_path / "cross_validation.csv", rows)
     found = review_recordings(folder, tables=[table], **QUIET)

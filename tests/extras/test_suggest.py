@@ -132,7 +132,7 @@ def test_reasons_for_left_out_recordings(folder, tmp_path):
     assert len(everything) == 20
     assert everything.left_out["silent"] == 1
     assert everything.left_out["copies"] == 1
-    by_path = dict(zip(everything.table["path"], everything.table["digest"]))
+    by_path = dict(zip(everything.table["path"], everything.table["digest"], strict=True))
     first, second, *_, learned = sorted(by_path)
     labels = tmp_path / "labels.csv"
     when = "2026-01-31T08:15:00Z"

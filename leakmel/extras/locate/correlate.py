@@ -13,7 +13,7 @@ import os
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy import fft, ndimage, signal
@@ -30,9 +30,6 @@ from leakmel.extras.locate.cross_spectra import (
 from leakmel.pages.plots import MAX_POINTS, Trace, apply_style, f32, label_colour, styled_subplots
 from leakmel.recordings.naming import iso_time, parse_name
 from leakmel.recordings.wav import Recording, read_wav
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 # %% ../../../nbs/extras/locate/correlate.ipynb #a1c00005
 # Young's modulus of a pipe wall, GPa: the lowest that is to be expected, the usual one, the highest; and their source
@@ -275,7 +272,7 @@ class Correlation:
         shown = {name: value for name, value in vars(self).items() if name != "curves"}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}
 
-    def figure(self) -> "go.Figure":
+    def figure(self) -> Any:  # go.Figure
         "Draw the correlogram over the position, the coherence, and the phase with its fit."
         fig = styled_subplots(rows=3, cols=1, vertical_spacing=0.13, row_heights=[0.5, 0.25, 0.25])
         for row, trace in correlation_traces(self):
@@ -285,10 +282,22 @@ class Correlation:
         for at in (0, self.distance_m):
             fig.add_vline(x=at, row=1, **place)
         if self.low_m is not None:
-            shade: Any = {"fillcolor": label_colour(2), "opacity": 0.2, "line_width": 0}
-            fig.add_vrect(x0=self.low_m, x1=self.high_m, row=1, col=1, **shade)
-        names = {"xaxis": "position from logger a (m)", "xaxis3": "frequency (Hz)"}
-        names |= {"yaxis": "correlation", "yaxis2": "coherence", "yaxis3": "phase (rad)"}
+            fig.add_vrect(
+                x0=self.low_m,
+                x1=self.high_m,
+                row=1,
+                col=1,
+                fillcolor=label_colour(2),
+                opacity=0.2,
+                line_width=0,
+            )
+        names = {
+            "xaxis": "position from logger a (m)",
+            "xaxis3": "frequency (Hz)",
+            "yaxis": "correlation",
+            "yaxis2": "coherence",
+            "yaxis3": "phase (rad)",
+        }
         fig.update_layout({axis: {"title": {"text": text}} for axis, text in names.items()})
         head = self.text().splitlines()[0]
         return apply_style(
@@ -409,8 +418,13 @@ def _pipe(
     range_m_s = speed.range_m_s if isinstance(speed, WaveSpeed) and speed_error_m_s is None else None
     if speed_error_m_s is None:
         speed_error_m_s = speed.error_m_s if isinstance(speed, WaveSpeed) else 0.05 * speed_m_s
-    values = {"distance_m": distance_m, "speed_m_s": speed_m_s, "clock_error_s": clock_error_s}
-    values |= {"speed_error_m_s": speed_error_m_s, "distance_error_m": distance_error_m}
+    values = {
+        "distance_m": distance_m,
+        "speed_m_s": speed_m_s,
+        "clock_error_s": clock_error_s,
+        "speed_error_m_s": speed_error_m_s,
+        "distance_error_m": distance_error_m,
+    }
     for name, value in values.items():
         is_positive = name in ("distance_m", "speed_m_s")
         if not math.isfinite(value) or value < 0 or (is_positive and value == 0):
@@ -617,7 +631,7 @@ def correlation_traces(
         lags, heights = correlogram(x, name)
         shown = np.abs(lags) <= 1.2 * c.most_s
         lags, heights = _thin(lags[shown] + c.correction_s, heights[shown])
-        curve = {
+        curve: Trace = {
             "x": f32((found.distance_m + found.speed_m_s * lags) / 2),
             "y": f32(heights),
             "customdata": f32(1000 * lags),
@@ -632,22 +646,22 @@ def correlation_traces(
     omega, ab = (v[x.coherent][:: -(-len(v) // MAX_POINTS)] for v in (2 * np.pi * x.freqs_hz, x.mean(x.ab)))
     # unwrapped about the line of the delay
     phase = np.angle(ab * np.exp(1j * omega * (c.delay_s - c.correction_s))) - omega * c.delay_s
-    dots = {"mode": "markers", "marker": {"color": label_colour(1), "size": 3}}
+
     traces += [
         (2, {"x": f32(f), "y": f32(coherence), "name": "coherence", "line": line}),
-        (3, dict(x=f32(omega / (2 * np.pi)), y=f32(phase), name="phase", **dots)),
+        (
+            3,
+            {
+                "x": f32(omega / (2 * np.pi)),
+                "y": f32(phase),
+                "name": "phase",
+                "mode": "markers",
+                "marker": {"color": label_colour(1), "size": 3},
+            },
+        ),
     ]
     if found.delay_s is not None:
         ends = f32(f[[0, -1]])
-        traces.append(
-            (
-                3,
-                {
-                    "x": ends,
-                    "y": -2 * np.pi * ends * found.delay_s,
-                    "name": "phase of the delay",
-                    "line": line,
-                },
-            )
-        )
+        fit = {"x": ends, "y": -2 * np.pi * ends * found.delay_s, "name": "phase of the delay", "line": line}
+        traces.append((3, fit))
     return traces

@@ -12,7 +12,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from datetime import date, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -192,10 +192,9 @@ class History:
         numbers = self.db.execute(sql).fetchone()
         stored = dict(self.db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 50"))
         if not exists or (not stored and not any(numbers)):
-            for sql in ("BEGIN IMMEDIATE", *_SCHEMA.values()):
+            numbering = f"PRAGMA application_id = {_APPLICATION_ID}", f"PRAGMA user_version = {_VERSION}"
+            for sql in ("BEGIN IMMEDIATE", *_SCHEMA.values(), *numbering):
                 self.db.execute(sql)
-            self.db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            self.db.execute(f"PRAGMA user_version = {_VERSION}")
             self.db.executemany("INSERT INTO digests VALUES (?, ?)", self._digests().items())
             self.db.execute("COMMIT")
             return
@@ -268,13 +267,12 @@ class History:
 
     def meta(self, name: str) -> str | None:
         "Return a stored value."
-        found = self.query("SELECT value FROM meta WHERE name = ?", (name,))
-        return found[0][0] if found else None
+        return dict(self.query("SELECT name, value FROM meta")).get(name)
 
     def set_meta(self, name: str, value: str) -> None:
         "Store a value."
-        if self.meta(name) != value:
-            self.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(name, value)])
+        sql = "INSERT INTO meta VALUES (?1, ?2) ON CONFLICT DO UPDATE SET value = ?2 WHERE value != ?2"
+        self.write(sql, [(name, value)])
 
     def add_recordings(
         self, entries: Sequence[HistoryEntry]
@@ -283,19 +281,18 @@ class History:
         known = "SELECT 1 FROM recordings WHERE digest = ?"
         first = {h.digest: h for h in reversed(entries)}  # of equal ones
         new = [h for h in reversed(first.values()) if not self.query(known, (h.digest,))]
-        marks = ", ".join("?" * len(fields(HistoryEntry)))
-        self.write(f"INSERT INTO recordings VALUES ({marks})", map(astuple, new))
+        self.write("INSERT INTO recordings VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", map(astuple, new))
         return new
 
 # %% ../../../nbs/extras/nightly/history.ipynb #f0310005
-_EXPORTED = {  # table -> its order
-    "recordings": "night, sensor, digest",
-    "nights": "sensor, night",
-    "visits": "sensor",
+_EXPORTED = {  # table -> its rows
+    "recordings": "SELECT *, time AS utc_offset_s FROM recordings ORDER BY night, sensor, digest",
+    "nights": "SELECT * FROM nights ORDER BY sensor, night",
+    "visits": "SELECT * FROM visits ORDER BY sensor",
 }
 
 
-def _schema(names: Iterable[str]) -> Any:  # pyarrow.Schema; raises MissingPackageError
+def _schema(history: History, sql: str) -> Any:  # pyarrow.Schema; raises MissingPackageError
     pa = require_package("pyarrow")
     kinds = {
         **dict.fromkeys(("digest", "path"), pa.string()),
@@ -307,28 +304,30 @@ def _schema(names: Iterable[str]) -> Any:  # pyarrow.Schema; raises MissingPacka
         "flags": pa.list_(pa.string()),
         "bands": pa.list_(pa.float64()),
     }
-    return pa.schema([(name, kinds.get(name, pa.float64())) for name in names])
+    columns = history.db.execute(f"{sql} LIMIT 0").description
+    return pa.schema([(name, kinds.get(name, pa.float64())) for name, *_ in columns])
 
 
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # column -> from a stored value to one of the schema
     **dict.fromkeys(("night", "first_above"), lambda text: text and date.fromisoformat(text)),
     "flags": str.split,
     "bands": lambda text: list(map(float, text.split())),
+    "time": lambda text: parse_time(text)[0],
+    "utc_offset_s": lambda text: parse_time(text)[1],
 }
 
 
-def _pages(history: History, sql: str) -> Iterator[dict[str, list[Any]]]:
+def _pages(history: History, sql: str) -> Iterator[dict[str, Sequence[Any]]]:
     "Yield the rows of a query as columns with the types of the schema."
     with history._errors():
         cursor = history.db.execute(sql)
         names = [name for name, *_ in cursor.description]
         while rows := cursor.fetchmany(32_768):
-            page = {name: list(column) for name, column in zip(names, zip(*rows))}
-            for name in _CONVERSIONS.keys() & page:
-                page[name] = list(map(_CONVERSIONS[name], page[name]))
-            if "time" in page:
-                page["time"], page["utc_offset_s"] = map(list, zip(*map(parse_time, page["time"])))
-            yield page
+            columns = zip(names, zip(*rows, strict=True), strict=True)
+            yield {
+                name: list(map(_CONVERSIONS[name], values)) if name in _CONVERSIONS else values
+                for name, values in columns
+            }
 
 # %% ../../../nbs/extras/nightly/history.ipynb #f0310007
 def is_state_folder(path: str | os.PathLike) -> bool:
@@ -368,11 +367,9 @@ def export_history(
         n_rows = sum(history.query(f"SELECT count(*) FROM {table}")[0][0] for table in _EXPORTED)
         bar = Progress(2 * n_rows, unit="rows", label="history: write and check", show=progress)
         with new_folder(target) as folder, bar:
-            for table, order in _EXPORTED.items():
-                names = [name for _, name, *_ in history.query(f"PRAGMA table_info({table})")]
-                schema = _schema([*names, "utc_offset_s"] if "time" in names else names)
-                pages = partial(_pages, history, f"SELECT * FROM {table} ORDER BY {order}")
-                write_table(folder / f"{table}.parquet", schema, pages, bar.add)
+            for table, sql in _EXPORTED.items():
+                pages = partial(_pages, history, sql)
+                write_table(folder / f"{table}.parquet", _schema(history, sql), pages, bar.add)
             files, size = tree_size(folder)
     return ExportResult(
         path=target,

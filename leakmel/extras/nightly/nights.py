@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #3e3aa296
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +18,10 @@ from itertools import compress, groupby
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
@@ -32,11 +32,9 @@ from leakmel.detector.model.detector import Detector, required_spec, spec_differ
 from leakmel.extras.nightly.history import N_BANDS, History, HistoryEntry
 from leakmel.mel.engines import Engine, open_engine
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.problems import how_many
 from leakmel.recordings.tables import csv_table, dashed_date, read_text
 from leakmel.recordings.wav import read_wav
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #944c5103
 MIN_NIGHTS = 5  # of a sensor before the first night that is compared with them
@@ -221,8 +219,8 @@ _Night = tuple[int, int, float | None, float, float, str]  # the columns from re
 
 def _together(rows: Sequence[tuple]) -> _Night:
     "Aggregate recordings (night, score, rms_db, floor_db, flags): the median score of the usable ones, the levels of all, the flags of most."
-    _, scores, rms_db, floor_db, flags = zip(*rows)
-    usable = [score for score, text in zip(scores, flags) if not text]
+    _, scores, rms_db, floor_db, flags = zip(*rows, strict=True)
+    usable = [score for score, text in zip(scores, flags, strict=True) if not text]
     words = " ".join(flags).split()
     common = " ".join(name for name in UNUSABLE if 2 * words.count(name) >= len(rows))
     score = median(usable) if usable else None
@@ -275,7 +273,7 @@ def record_run(
         )
         for night, own in groupby(rows, itemgetter(0)):
             by_date.setdefault(night, {})[k] = _together(list(own))
-    marks = ", ".join("?" * (9 + 2 + len(BETS) + 1))
+    sql = f"INSERT OR REPLACE INTO nights VALUES ({', '.join('?' * 15)})"
     for night, of_night in sorted(by_date.items()):
         x = np.full(len(sensors), np.nan)
         for k, (_, _, score, *_) in of_night.items():
@@ -288,7 +286,7 @@ def record_run(
                 first_above[k] = night
             state = map(float, (evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k]))
             written.append((sensors[k], night, *night_row, *state, first_above[k]))
-        history.write(f"INSERT OR REPLACE INTO nights VALUES ({marks})", written)
+        history.write(sql, written)
     return new
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #30ed1e7f
@@ -311,7 +309,7 @@ def sensor_health(nights: Sequence[tuple], last: str) -> str:
     found = [f"no data for {behind} nights"] if behind >= 2 else []
     found += [UNUSABLE[name] for name in nights[-1][3].split() if name in UNUSABLE]
     if not nights[-1][3]:
-        _, rms_db, floor_db, *_ = zip(*(n for n in nights if not n[3]))
+        _, rms_db, floor_db, *_ = zip(*(n for n in nights if not n[3]), strict=True)
         moved = {"level": _moved_db(rms_db), "noise floor": _moved_db(floor_db)}
         found += [f"{name} moved by {by:+.0f} dB" for name, by in moved.items() if by]
     return "; ".join(found) or "ok"
@@ -342,18 +340,13 @@ SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
 _NONE = ("", "", None)  # path, digest and level of no recording
 
 
-def plural(n: float, word: str) -> str:
-    "Return a number with its noun."
-    return f"{n:.0f} {word}{'s' * (round(n) != 1)}"
-
-
 def _reason(visit: str, own: Sequence[tuple], budget: Budget, p: float) -> str:
     "Say in a sentence why a sensor is on the list or not."
     n, score, mean, first, evidence = own[-1][4:]
     if visit == "evidence":
         back = " It has fallen below the limit since." if evidence < budget.limit else ""
         size = f"{evidence:,.0f} with a limit of {budget.limit:,.0f}"
-        return f"Scores rose against the sensor's own {plural(n, 'night')}: evidence {size}; on the list since {first}.{back}"
+        return f"Scores rose against the sensor's own {how_many(round(n), 'night')}: evidence {size}; on the list since {first}.{back}"
     if visit == "high from the start":
         return f"The first nights already had higher scores than {100 * (1 - p):.0f} % of the places without a leak that the model was evaluated on."
     text = "Chosen at random: shows what the list misses. " if visit == "audit" else ""
@@ -401,8 +394,7 @@ def sensor_table(
         s: [row[1:] for row in rows] for s, rows in groupby(history.query(sql, (since,)), itemgetter(0))
     }
     newest = f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1"
-    silent = set(all_sensors(history)) - by_sensor.keys()
-    by_sensor |= {sensor: history.query(newest, (sensor,)) for sensor in silent}
+    by_sensor |= {s: history.query(newest, (s,)) for s in all_sensors(history) if s not in by_sensor}
     p_values = _start_p_values(history, by_sensor, np.asarray(normal)) if len(normal) else {}
     # at most this share of normal new sensors is listed
     visits = {s: "high from the start" for s, p in p_values.items() if p <= 0.05}
@@ -416,8 +408,8 @@ def sensor_table(
     rows = []
     for s, own in by_sensor.items():
         reason = _reason(visits.get(s, ""), own, budget, p_values.get(s, 1.0))
-        found = best.get(s, _NONE), loudest.get(s, _NONE)
-        rows.append(_row(s, own, visits.get(s, ""), reason, sensor_health(own, last), *found))
+        visit, health = visits.get(s, ""), sensor_health(own, last)
+        rows.append(_row(s, own, visit, reason, health, best.get(s, _NONE), loudest.get(s, _NONE)))
     places = {"evidence": 0, "high from the start": 1, "audit": 2, "": 3}
     rows.sort(key=lambda r: (places[r.visit], -r.evidence, -(r.score or 0.0), r.sensor))
     return [replace(r, rank=k) for k, r in enumerate(rows, 1)]
@@ -462,7 +454,7 @@ RECENT_DAYS = 7  # that are compared
 REFERENCE_DAYS = 28  # of the network's own history, where no data set is given
 MIN_RECORDINGS = 30  # of the reference, and of the last nights
 WARN_SHARE = 0.25  # of recordings outside the central 95 % of the reference; 0.05 is expected
-_SENSOR = "sensor"  # column of a table of recordings, beside the quantities
+
 
 Ranges = dict[str, tuple[float, ...]]  # quantity -> its QUANTILES
 
@@ -486,7 +478,7 @@ class Reference:
     ranges: Ranges = field(default_factory=dict)
 
 
-def ranges_of(values: "Mapping[str, np.ndarray] | pd.DataFrame") -> Ranges:
+def ranges_of(values: Mapping[str, np.ndarray] | pd.DataFrame) -> Ranges:
     "Compute the quantiles of each quantity."
     return {str(name): tuple(np.quantile(x, QUANTILES).round(4).tolist()) for name, x in values.items()}
 
@@ -499,7 +491,7 @@ def stored_reference(history: History) -> Reference | None:
     try:
         values = json.loads(text)
         ranges = {name: tuple(map(float, x)) for name, x in values["ranges"].items()}
-        if not all(len(x) == len(QUANTILES) and all(map(math.isfinite, x)) for x in ranges.values()):
+        if not all(len(x) == len(QUANTILES) and np.isfinite(x).all() for x in ranges.values()):
             raise ValueError("quantiles")
         return Reference(show_path(values["source"]), int(values["n"]), ranges)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
@@ -535,7 +527,9 @@ def reference_of_data_set(path: str | os.PathLike, detector: Detector) -> Refere
         rows, counts = recordings.rows[chosen], recordings.segment_counts[chosen]
         level = ds.files["rms_db"].to_numpy(float)[rows]
         # as in a nightly run, without the padding behind a short recording
-        bands = np.array([levels_of(ds[i][0][:n])[1] for i, n in zip(rows.tolist(), counts.tolist())])
+        bands = np.array(
+            [levels_of(ds[i][0][:n])[1] for i, n in zip(rows.tolist(), counts.tolist(), strict=True)]
+        )
     return Reference(
         f"data set {show_path(os.path.basename(os.fspath(path)))}",
         len(chosen),
@@ -543,17 +537,16 @@ def reference_of_data_set(path: str | os.PathLike, detector: Detector) -> Refere
     )
 
 
-def _nights(history: History, since: date, until: date) -> "pd.DataFrame":
+def _nights(history: History, since: date, until: date) -> pd.DataFrame:
     "Read sensor and quantities of the usable recordings of some nights, both ends included."
-    import pandas as pd
 
     rows = history.query(
         "SELECT sensor, rms_db, score, bands FROM recordings WHERE night BETWEEN ? AND ? AND flags = '' AND bands != ''",
         (since.isoformat(), until.isoformat()),
     )
-    frame = pd.DataFrame(rows, columns=[_SENSOR, "level", "score", "bands"])
+    frame = pd.DataFrame(rows, columns=["sensor", "level", "score", "bands"])
     bands = np.array([text.split() for text in frame["bands"]], float).reshape(len(rows), -1 if rows else 1)
-    return frame[[_SENSOR]].assign(
+    return frame[["sensor"]].assign(
         **quantities(frame["level"].to_numpy(float), frame["score"].to_numpy(float), bands)
     )
 
@@ -561,15 +554,15 @@ def _nights(history: History, since: date, until: date) -> "pd.DataFrame":
 def reference_of_history(history: History) -> Reference | None:
     "Measure the first 28 nights of a network; None where they are not over, or have too few recordings yet."
     # single recordings of a wrong clock do not begin the reference
-    sql = "SELECT night, sum(usable) FROM nights GROUP BY night ORDER BY night LIMIT 100"
-    counts = {date.fromisoformat(night): n for night, n in history.query(sql)}
+    rows = history.query("SELECT night, sum(usable) FROM nights GROUP BY night ORDER BY night LIMIT 100")
+    counts = {date.fromisoformat(night): n for night, n in rows}
     for first in counts:
         end = first + timedelta(days=REFERENCE_DAYS - 1)
         if sum(n for night, n in counts.items() if first <= night <= end) < MIN_RECORDINGS:
             continue
         if date.fromisoformat(history.last_night()) < end + timedelta(days=RECENT_DAYS):
             return None
-        found = _nights(history, first, end).drop(columns=_SENSOR)
+        found = _nights(history, first, end).drop(columns="sensor")
         return Reference(f"the first {REFERENCE_DAYS} nights of this network", len(found), ranges_of(found))
     return None
 
@@ -651,12 +644,16 @@ def drift_of(
         return None
     names = [str(name) for name in recent if name in reference.ranges]
     low, high = (np.array([reference.ranges[name][k] for name in names]) for k in (0, -1))
-    values, medians = recent[names], recent.groupby(_SENSOR)[names].quantile(0.5, interpolation="lower")
+    values, medians = recent[names], recent.groupby("sensor")[names].quantile(0.5, interpolation="lower")
     is_far = (medians < low) | (medians > high)
     return Drift(
         reference,
         len(recent),
-        ranges_of(recent.drop(columns=_SENSOR)),
-        dict(zip(names, ((values < low) | (values > high)).mean().tolist())),
-        {str(s): tuple(is_far.columns[row]) for s, row in zip(is_far.index, is_far.to_numpy()) if row.any()},
+        ranges_of(recent.drop(columns="sensor")),
+        dict(zip(names, ((values < low) | (values > high)).mean().tolist(), strict=True)),
+        {
+            str(s): tuple(is_far.columns[row])
+            for s, row in zip(is_far.index, is_far.to_numpy(), strict=True)
+            if row.any()
+        },
     )

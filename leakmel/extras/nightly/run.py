@@ -19,35 +19,33 @@ from datetime import datetime, timedelta
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 import leakmel
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, OutputError, UsageError, show_path
-from leakmel.core.files import replacing
+from leakmel.core.files import replacing, write_whole
 from leakmel.core.store import LocalCopies
 from leakmel.dataset.schema import Rejected
 from leakmel.detector.model.card import evaluation_result, evaluation_text
 from leakmel.detector.model.detector import Detector, required_spec, to_plain
-from leakmel.detector.model.files import require_kind
+from leakmel.detector.model.files import require_kind, require_result
 from leakmel.detector.predict.predict import ScoredRecording, detector_of, predict
 from leakmel.detector.predict.scoring import RecordingList, find_recordings
 from leakmel.extras.nightly import nights
 from leakmel.extras.nightly.history import History, HistoryEntry, night_of
 from leakmel.mel.engines import open_engine
-from leakmel.pages.page_figures import png_bytes
+from leakmel.pages.page_figures import filled, playback, png_bytes
 from leakmel.pages.plots import f32, label_colour, styled_figure
-from leakmel.recordings.demo import wav_bytes
 from leakmel.recordings.listing import Listing
 from leakmel.recordings.manifest import Manifest, scan
 from leakmel.recordings.naming import TIME_FORMS, NameParts, guess_pattern, pattern_tokens
-from leakmel.recordings.problems import twin_problems
+from leakmel.recordings.problems import how_many, twin_problems
 from leakmel.recordings.tables import has_columns, table_number
-
-if TYPE_CHECKING:
-    import pandas as pd
+from leakmel.recordings.wav import Recording
 
 # %% ../../../nbs/extras/nightly/run.ipynb #9fbea0d8
 def model_digest(detector: Detector) -> str:  # 32 hexadecimal digits
@@ -86,7 +84,9 @@ class _Files:
 
 def _by_path(found: RecordingList) -> dict[bytes, _File]:
     x = found.listing
-    return dict(zip(x.paths, zip(x.sizes.tolist(), x.mtimes_ns.tolist(), found.names)))
+    return dict(
+        zip(x.paths, zip(x.sizes.tolist(), x.mtimes_ns.tolist(), found.names, strict=True), strict=True)
+    )
 
 
 def _find(folder: str | os.PathLike, manifest: Manifest | None, progress: str) -> _Files:
@@ -201,9 +201,16 @@ def read_new(files: _Files, detector: Detector, history: History, device: str, p
     if not files.to_read:
         return
     new = {path: files.found[path] for path in files.to_read}
-    sizes, mtimes, names = zip(*new.values())
-    no_label = np.full(len(new), -1, np.int16)
-    x = Listing("", files.folder, list(new), np.array(sizes), np.array(mtimes), no_label, parts=names)
+    sizes, mtimes, names = zip(*new.values(), strict=True)
+    x = Listing(
+        "",
+        files.folder,
+        list(new),
+        np.array(sizes),
+        np.array(mtimes),
+        np.full(len(new), -1, np.int16),  # no labels
+        parts=names,
+    )
     done = predict(
         files.folder, detector, manifest=Manifest(files.folder, (), (x,)), device=device, progress=progress
     )
@@ -216,7 +223,7 @@ def read_new(files: _Files, detector: Detector, history: History, device: str, p
     times = [recording_time(new[path][2].start_time, new[path][1]) for path in done.scored.paths]
     last = history.last_night()
     latest = max((when for when, from_file in times if not from_file), default="")
-    for s, levels, (when, from_file) in zip(done.scored, measured, times):
+    for s, levels, (when, from_file) in zip(done.scored, measured, times, strict=True):
         if levels is None:
             rejected.append(Rejected(s.path, "changed", "it changed while it was read"))
             continue
@@ -287,16 +294,16 @@ class NightlyRun:
     @property
     def high_scores(self) -> str:
         "Name the sensors whose last score is at least 0.5, without enough evidence for a visit; empty: none."
-        found = [r for r in self.sensors if r.visit not in LISTED and (r.score or 0.0) >= 0.5]
-        found.sort(key=lambda r: -(r.score or 0.0))
-        names = [f"{r.sensor} {r.score:.2f} ({nights.plural(r.nights, 'night')})" for r in found[:MAX_NAMED]]
+        high = (r for r in self.sensors if r.visit not in LISTED and (r.score or 0.0) >= 0.5)
+        found = sorted(high, key=lambda r: -(r.score or 0.0))
+        names = [f"{r.sensor} {r.score:.2f} ({how_many(r.nights, 'night')})" for r in found[:MAX_NAMED]]
         return f"High scores, too few nights to be sure ({len(found):,}): {', '.join(names)}" if found else ""
 
     @property
     def headline(self) -> str:
         "How many sensors are to be visited, and why."
         n = sum(r.visit == "audit" for r in self.sensors)
-        audits = f", and {n:,} random audit visit{'s' * (n != 1)}" if n else ""
+        audits = f", and {how_many(n, 'random audit visit')}" if n else ""
         return f"{len(self.to_visit):,} of {len(self.sensors):,} sensors to visit for their scores{audits}"
 
     @property
@@ -305,9 +312,8 @@ class NightlyRun:
         return tuple(filter(None, (*self.notes, "" if self.drift is None else self.drift.warning)))
 
     @cached_property
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> pd.DataFrame:
         "One row per sensor."
-        import pandas as pd
 
         return pd.DataFrame([asdict(r) for r in self.sensors], columns=list(nights.SENSOR_COLUMNS))
 
@@ -381,18 +387,14 @@ def clip_of(
     mels: np.ndarray,  # [L, S, M, T] dB
     sample_rate: int,  # Hz
     long_hop: int,  # samples between long segments
-) -> dict[str, Any]:
+) -> dict[str, str]:
     """Make the player and the picture of the first ten seconds of a recording.
 
-    Of samples [n], int16 or float32, and their spectrogram [L, S, M, T] in dB; returns wav and png (addresses that hold the files), seconds
-    and gain_db of the sound. The colours go from the 5 % to the 99.5 % quantile.
+    Of samples [n], int16 or float32, and their spectrogram [L, S, M, T] in dB; returns wav and png (addresses that hold the files), and a
+    text on the sound. The colours go from the 5 % to the 99.5 % quantile.
     """
     n = int(min(10.0 * sample_rate, MAX_CLIP_BYTES // 2, len(samples)))
-    x = samples[:n] / (32_768 if samples.dtype == np.int16 else 1)
-    x = x - x.mean(dtype=np.float64)
-    rms = float(np.std(x, dtype=np.float64))
-    gain = 0.1 / rms if rms > 0 else 1.0  # to -20 dB re full scale
-    sound = wav_bytes(np.round(32_000 * np.tanh(gain * x)).astype(np.int16), sample_rate)
+    sound, text = playback(Recording(samples[:n, None], sample_rate, "", ""))
     mels = mels[: max(1, n // long_hop)].astype(np.float32)
     flat = mels.transpose(2, 0, 1, 3).reshape(mels.shape[2], -1)[::-1]  # the highest band at the top
     step = -(-flat.shape[1] // 480)  # a shorter rest at the end is left out
@@ -402,8 +404,7 @@ def clip_of(
     return {
         "wav": f"data:audio/wav;base64,{base64.b64encode(sound).decode()}",
         "png": f"data:image/png;base64,{base64.b64encode(picture).decode()}",
-        "seconds": n / sample_rate,
-        "gain_db": 20 * math.log10(gain),
+        "text": text,
     }
 
 # %% ../../../nbs/extras/nightly/run.ipynb #7d720b4d
@@ -412,13 +413,9 @@ def evidence_points(
     limit: float,
 ) -> tuple[list[tuple[float, float]], float]:
     "Place nights, at least one, in a drawing of 168 x 48 with a margin of 4: x and y of each, and y of the limit."
-    top = math.log10(1 + max(limit, *evidence)) * 1.08
-    step = 160 / max(1, len(evidence) - 1)
-
-    def at(value: float) -> float:
-        return round(44 - 40 * math.log10(1 + max(0.0, value)) / top, 1)
-
-    return [(round(4 + k * step, 1), at(value)) for k, value in enumerate(evidence)], at(limit)
+    height = np.log10(1 + np.maximum([*evidence, limit], 0))
+    *y, limit_y = (44 - 40 * height / (1.08 * height.max())).round(1).tolist()
+    return list(zip(np.linspace(4, 164, len(y)).round(1).tolist(), y, strict=True)), limit_y
 
 # %% ../../../nbs/extras/nightly/run.ipynb #266c008e
 # longitude and latitude in degrees, or east and north coordinates; whether they are degrees
@@ -454,7 +451,11 @@ def map_points(
     scale = min(880 / max(extent[0], 1e-9), 480 / max(extent[1], 1e-9), 1e9)
     width, height = (40 + extent * scale).round(1).tolist()
     at = ((xy - xy.min(0)) * scale + 20).round(1).tolist()
-    return width, height, [(s, visits.get(s, ""), x, round(height - y, 1)) for s, (x, y) in zip(chosen, at)]
+    return (
+        width,
+        height,
+        [(s, visits.get(s, ""), x, round(height - y, 1)) for s, (x, y) in zip(chosen, at, strict=True)],
+    )
 
 # %% ../../../nbs/extras/nightly/run.ipynb #2bda3132
 PAGE_BEGINS = "<!doctype html>\n<!-- leakmel nightly 1 -->"
@@ -493,7 +494,7 @@ _TEMPLATE = """
 {%- macro health(text) %}{% if text == 'ok' %}ok{% else %}<span class='bad'>{{ text }}</span>{% endif %}{% endmacro %}
 {%- macro evidence(x) %}{{ ('{:,.1f}' if x < 1e5 else '{:.1e}').format(x) }}{% endmacro %}
 {%- macro curve(sensor, values) %}{% set points, limit_y = evidence_points(values, limit) %}
-<svg class='curve' viewBox='0 0 168 48' role='img'><title>evidence of {{ sensor }} over nights, limit {{ limit|whole }}</title>
+<svg class='curve' viewBox='0 0 168 48' role='img'><title>evidence of {{ sensor }} over nights, limit {{ whole(limit) }}</title>
 <line x1='4' x2='164' y1='{{ limit_y }}' y2='{{ limit_y }}' class='limit'/>
 <polyline points='{% for x, y in points %}{{ x }},{{ y }} {% endfor %}' class='line'/>
 <circle cx='{{ points[-1][0] }}' cy='{{ points[-1][1] }}' r='2.5' class='dot'/></svg>{% endmacro %}
@@ -504,10 +505,10 @@ _TEMPLATE = """
 See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/retraining.ipynb</code>.{% endif %}</p>
 {%- endfor %}
 <p class='facts'>Budget: {{ '{:g}'.format(done.budget.per_100_nights) }} false visits per 100 sensor-nights, hence a limit of
-{{ limit|whole }} for the evidence. Audit visits are chosen at random
-({{ listed|selectattr('visit', 'eq', 'audit')|list|length|whole }}): they show what the list misses.</p>
+{{ whole(limit) }} for the evidence. Audit visits are chosen at random
+({{ whole(listed|selectattr('visit', 'eq', 'audit')|list|length) }}): they show what the list misses.</p>
 <p class='facts'>Detector: {{ done.evaluation }}</p>
-<p class='facts'>Loggers to check: {{ done.sensors|rejectattr('health', 'eq', 'ok')|list|length|whole }}</p>
+<p class='facts'>Loggers to check: {{ whole(done.sensors|rejectattr('health', 'eq', 'ok')|list|length) }}</p>
 {%- if listed %}
 <div class='scroll'><table class='visits'><thead>
 <tr><th class='n'>rank</th><th>sensor</th><th>why</th><th>evidence over nights</th><th>recording with the highest score</th></tr>
@@ -516,14 +517,14 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 <tr><td class='n'>{{ r.rank }}</td><td><div class='sensor'>{{ r.sensor }}</div>{{ badge(r.visit) }}</td>
 <td class='why'>{{ r.reason }}<div class='facts'>trend
 {{ 'steady' if r.trend|abs < 0.5 else 'rising' if r.trend > 0 else 'falling' }} ({{ '{:+.1f}'.format(r.trend) }}); health {{ health(r.health) }};
-{{ plural(r.nights, 'night') }}{% if r.first_above %}<br>above the limit since {{ r.first_above }}{% endif %}</div></td>
+{{ how_many(r.nights, 'night') }}{% if r.first_above %}<br>above the limit since {{ r.first_above }}{% endif %}</div></td>
 <td>{% if done.curves.get(r.sensor) %}{{ curve(r.sensor, done.curves.get(r.sensor)) }}{% endif %}
-<div class='name'>{{ evidence(r.evidence) }} of {{ limit|whole }}</div></td>
+<div class='name'>{{ evidence(r.evidence) }} of {{ whole(limit) }}</div></td>
 {%- set clip = clips.get(r.digest) %}
 <td>{% if clip %}<img class='mel' alt='spectrogram' src='{{ clip.png }}'>
 <audio controls preload='none' src='{{ clip.wav }}'></audio>{% endif %}
 <div class='name'>{{ r.recording }}</div><div class='name'>
-{%- if clip %}{{ '{:.3g} s, amplified by {:+.0f} dB'.format(clip.seconds, clip.gain_db) }}
+{%- if clip %}{{ clip.text }}
 {%- else %}{{ 'no player: not among the first, or not in the folder any more' if r.recording else 'no recording in the last week' }}
 {%- endif %}</div></td></tr>
 {%- endfor %}
@@ -543,7 +544,7 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {%- endif %}
 {%- endfor %}</svg>
 <p class='facts'>Red: evidence; orange: high from the start; blue ring: audit; grey: not on the list.{% if n_lost %}
-{{ plural(n_lost, 'sensor') }} without valid coordinates not drawn.{% endif %}</p>
+{{ how_many(n_lost, 'sensor') }} without valid coordinates not drawn.{% endif %}</p>
 {%- endif %}
 <h2>All sensors</h2>
 <div class='scroll'><table><thead>
@@ -558,14 +559,14 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {%- endfor %}
 </tbody></table></div>
 {%- if done.sensors|length > most %}
-<p class='facts'>The first {{ most|whole }} of {{ done.sensors|length|whole }} sensors; sensors.csv has all.</p>
+<p class='facts'>The first {{ whole(most) }} of {{ whole(done.sensors|length) }} sensors; sensors.csv has all.</p>
 {%- endif %}
 <h2>Drift</h2>
 {%- if not drift %}
 <p class='facts'>There is nothing to compare with yet: give a data set (--reference), or wait for the first 28 nights.</p>
 {%- else %}
-<p class='facts'>{{ drift.n|whole }} recordings of the last {{ days }} nights against
-{{ drift.reference.n|whole }} of the reference ({{ drift.reference.source }}). Bands from low to high, relative to their mean.</p>
+<p class='facts'>{{ whole(drift.n) }} recordings of the last {{ days }} nights against
+{{ whole(drift.reference.n) }} of the reference ({{ drift.reference.source }}). Bands from low to high, relative to their mean.</p>
 <div class='scroll'><table><thead>
 <tr><th>quantity</th><th>reference, central 95 %</th><th>last {{ days }} nights</th><th class='n'>outside</th></tr>
 </thead><tbody>
@@ -578,7 +579,7 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {%- if drift.sensors %}{% set outside = drift.sensors.items()|list %}
 <p class='facts'>Sensors whose median lies outside:
 {% for sensor, what in outside[:most_outside] %}{{ sensor }} ({{ what|join(', ') }}){{ ', ' if not loop.last }}{% endfor %}
-{%- if outside|length > most_outside %} and {{ (outside|length - most_outside)|whole }} more{% endif %}</p>
+{%- if outside|length > most_outside %} and {{ whole(outside|length - most_outside) }} more{% endif %}</p>
 {%- endif %}
 {%- endif %}
 <footer>leakmel {{ version }}</footer>
@@ -592,13 +593,13 @@ def visits_page(
     places: Mapping[str, Place],
 ) -> str:
     "Return the HTML page of a nightly run, with players by digest of recordings and places by sensor."
-    from jinja2 import Environment, StrictUndefined
-
-    page = Environment(autoescape=True, undefined=StrictUndefined)
-    page.filters["whole"] = "{:,.0f}".format
-    page.globals |= {"evidence_points": evidence_points, "plural": nights.plural, "days": nights.RECENT_DAYS}
     listed = [r for r in done.sensors if r.visit]
-    return page.from_string(PAGE_BEGINS + _TEMPLATE).render(
+    return filled(
+        PAGE_BEGINS + _TEMPLATE,
+        evidence_points=evidence_points,
+        how_many=how_many,
+        whole="{:,.0f}".format,
+        days=nights.RECENT_DAYS,
         style=_STYLE,
         version=leakmel.__version__,
         done=done,
@@ -676,10 +677,10 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
             code="output-in-source",
             path=target,
         )
-    kind, begins = "table of a nightly run", f'{{"format": "{FORMAT}"'.encode()
+    kind = "table of a nightly run"
     require_kind(target / SENSORS_CSV, kind, lambda file: has_columns(file, nights.SENSOR_COLUMNS))
-    require_kind(target / SENSORS_JSON, kind, lambda file: file.read(len(begins)) == begins)
-    require_kind(target / VISITS_HTML, kind, lambda file: file.read(len(PAGE_BEGINS)) == PAGE_BEGINS.encode())
+    require_result(target / SENSORS_JSON, kind, f'{{"format": "{FORMAT}"'.encode())
+    require_result(target / VISITS_HTML, kind, PAGE_BEGINS.encode())
     return target
 
 
@@ -690,28 +691,20 @@ def write_tables(done: NightlyRun, page: str) -> None:
         SENSORS_JSON: json.dumps(done.body, ensure_ascii=True) + "\n",
         VISITS_HTML: page,
     }
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # all of them are on the disk before one of them is replaced
         for name, text in texts.items():
-            new = stack.enter_context(replacing(done.state / name))
-            f = stack.enter_context(new.open("w", encoding="utf-8", errors="backslashreplace", newline=""))
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
+            write_whole(stack.enter_context(replacing(done.state / name)), text)
 
 # %% ../../../nbs/extras/nightly/run.ipynb #2e361cc6
 def _clips(done: NightlyRun, paths: dict[str, bytes], detector: Detector) -> dict[str, Any]:
     "Make the players of the first sensors of the list."
-    spec = required_spec(detector)
-    found: dict[str, Any] = {}
     chosen = [r.digest for r in done.sensors if r.visit and r.digest in paths][:MAX_CLIPS]
     if not chosen:
-        return found
+        return {}
+    spec = required_spec(detector)
     with open_engine("auto", spec, device="cpu") as engine, LocalCopies(done.folder) as copies:
-        for digest in chosen:
-            features = nights.read_features(copies, engine, spec, paths[digest], digest)
-            if features is not None:  # else the page says so
-                found[digest] = clip_of(*features, spec.sample_rate, spec.long_hop)
-    return found
+        read = ((d, nights.read_features(copies, engine, spec, paths[d], d)) for d in chosen)
+        return {d: clip_of(*x, spec.sample_rate, spec.long_hop) for d, x in read if x is not None}
 
 
 def _places(rows: Sequence[nights.SensorRow], manifest: Manifest | None) -> dict[str, Place]:
@@ -800,8 +793,7 @@ def nightly(
             },
             notes=(*[f"names are read by the pattern {pattern!r}"] * bool(pattern), *_notes(files), *ignored),
         )
-        clips = _clips(done, files.paths, detector)
-        write_tables(done, visits_page(done, clips, _places(rows, manifest)))
+        write_tables(done, visits_page(done, _clips(done, files.paths, detector), _places(rows, manifest)))
     return replace(done, seconds=time.perf_counter() - began)
 
 

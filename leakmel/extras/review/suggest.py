@@ -21,12 +21,17 @@ import pandas as pd
 from leakmel.core.comparison import match_texts, text_key
 from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import write_whole
-from leakmel.detector.model.detector import Detector, load_detector, required_spec
-from leakmel.detector.model.files import model_file
-from leakmel.detector.predict.predict import ScoredRecording, ScoredRecordings, each_once, predict
+from leakmel.detector.model.detector import Detector, required_spec
+from leakmel.detector.predict.predict import (
+    ScoredRecording,
+    ScoredRecordings,
+    detector_of,
+    each_once,
+    predict,
+)
 from leakmel.extras.similar import embed_recordings, listed, open_embedder
 from leakmel.mel.spec import MelSpec
-from leakmel.recordings.labels import read_labels
+from leakmel.recordings.labels import current_labels, read_labels
 from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.tables import csv_table, read_text
 
@@ -263,7 +268,9 @@ def _reasons(scored: ScoredRecordings, labelled: set[str], earlier: set[str]) ->
     "[n] texts: why a recording cannot be chosen, the first reason that holds; empty: it can."
     digests = np.array([digest.decode() for digest in scored.facts["digest"].tolist()], object)
     holds = {
-        "labelled": [d in labelled or os.fsdecode(p) in labelled for d, p in zip(digests, scored.paths)],
+        "labelled": [
+            d in labelled or os.fsdecode(p) in labelled for d, p in zip(digests, scored.paths, strict=True)
+        ],
         "in the training of the model": scored.in_training.astype(bool),
         "suggested earlier": [d in earlier for d in digests],
         "silent": scored.facts["silent"],
@@ -289,7 +296,7 @@ def band_statistics(
     """
     chosen = listed(folder, paths if some is None else [paths[i] for i in some])
     done = embed_recordings(chosen, open_embedder(None, spec, True), progress=progress)
-    missing, vectors = np.full(2 * spec.n_mels + 1, np.nan), dict(zip(done.paths, done.vectors))
+    missing, vectors = np.full(2 * spec.n_mels + 1, np.nan), dict(zip(done.paths, done.vectors, strict=True))
     return np.array([vectors.get(path, missing) for path in paths], np.float32).reshape(-1, len(missing))
 
 
@@ -332,13 +339,12 @@ def suggest(
             raise UsageError(f"{name} must be at least {least}", code="out-of-range", found=value)
     mix = SampleMix() if mix is None else mix
     target = None if out is None else check_suggestions_file(out, Path(os.path.abspath(folder)))
-    labelled = set[str]()  # digests, or paths where the table has no digests
-    if labels is not None:
-        people = read_labels(labels)
-        labelled = {*people.labels, *people.disagreements, *people.unsure}
-    columns = ("path", "digest", "kind", "reason")
-    read = [row for file in earlier for _, row in csv_table(Path(file), read_text(file)).records(*columns)]
-    detector = model if isinstance(model, Detector) else load_detector(model_file(model))
+    people = current_labels([]) if labels is None else read_labels(labels)
+    # digests, or paths where the table has no digests
+    labelled = {*people.labels, *people.disagreements, *people.unsure}
+    tables = (csv_table(Path(file), read_text(file)) for file in earlier)
+    read = [row for table in tables for _, row in table.records("path", "digest", "kind", "reason")]
+    detector, named = detector_of(model)
     required_spec(detector)
     done = predict(folder, detector, manifest=manifest, device=device, progress=progress)
     if not len(done):
@@ -360,17 +366,28 @@ def suggest(
         threshold = float(done.calibration.probability(threshold))
     drawn = np.random.default_rng(seed).permutation(np.flatnonzero(is_open | is_labelled))[:MAX_FEATURES]
     features = band_statistics(done.folder, done.scored.paths, done.spec, drawn, progress=progress)
-    given: dict[str, Any] = {"is_open": is_open, "is_labelled": is_labelled, "features": features}
-    given |= {"distance": np.abs(place - threshold), "sensor": each_once(done.scored.sensor, text_key)}
+    chosen = choose_recordings(
+        n,
+        mix,
+        distance=np.abs(place - threshold),
+        features=features,
+        sensor=each_once(done.scored.sensor, text_key),
+        is_open=is_open,
+        is_labelled=is_labelled,
+        per_sensor=per_sensor,
+        seed=seed,
+    )
     rows = []
-    for i, kind, n_alike in choose_recordings(n, mix, **given, per_sensor=per_sensor, seed=seed):
+    for i, kind, n_alike in chosen:
         uncertain = f"{name} {place[i]:.2f}, threshold {threshold:.2f}"
-        numbers = {"probability": float(probability[i]), "score": float(done.score[i])}
-        rows.append(_row(done.scored[i], kind, n_alike, uncertain) | numbers)
+        rows.append(
+            _row(done.scored[i], kind, n_alike, uncertain)
+            | {"probability": float(probability[i]), "score": float(done.score[i])}
+        )
     suggestions = Suggestions(
         folder=done.folder,
         table=pd.DataFrame(rows, columns=list(SUGGESTION_COLUMNS)),
-        model=done.model if isinstance(model, Detector) else show_path(os.path.abspath(model_file(model))),
+        model=named,
         mix=mix,
         n=n,
         per_sensor=per_sensor,

@@ -32,28 +32,19 @@ def squeezed(text: str) -> str:
     return re.sub(r"[^a-z]", "", text.lower())
 
 
-_LEAKS = ("leak", "leaks", "leakage", "leakages", "leaking")
-_NO_LEAKS = (f"{no}{name}" for no in ("no", "non", "not", "without") for name in _LEAKS)
-LEAK_FOLDERS = dict.fromkeys(_LEAKS, LEAK) | dict.fromkeys(_NO_LEAKS, NO_LEAK)
-_NOISES = (
-    "noise",
-    "noises",
-    "environmentalnoise",
-    "environmentalnoises",
-    "backgroundnoise",
-    "backgroundnoises",
+_FOLDER = re.compile(  # a whole squeezed name, with or without an ending
+    "((?P<no>no|non|not|without)?leak(s|age|ages|ing)?|(?P<noise>(environmental|background)?noises?))"
+    "(acousticdata|data|recordings|signals|metal|nonmetal)?"
 )
-NOISE_FOLDERS = dict.fromkeys(_NOISES, NOISE)
 
 
-def label_of_folders(folders: Parts, names: Mapping[str, str]) -> str:
-    """Find the label in the name of the innermost folder, or of the archive where it has no folders; empty: another name.
-
-    `names` maps whole squeezed names, without an ending like "acoustic data" or "metal", to labels.
-    """
-    name = squeezed(re.sub(r"\.(zip|rar)$", "", folders[-1], flags=re.IGNORECASE)) if folders else ""
-    endings = ("", "acousticdata", "data", "recordings", "signals", "metal", "nonmetal")
-    return next((names[stem] for end in endings if (stem := name.removesuffix(end)) in names), "")
+def label_of_folders(folders: Parts) -> str:
+    "Find the label in the name of the innermost folder, or of the archive where it has no folders; empty: another name."
+    name = re.sub(r"\.(zip|rar)$", "", folders[-1], flags=re.IGNORECASE) if folders else ""
+    found = _FOLDER.fullmatch(squeezed(name))
+    if found is None:
+        return ""
+    return NOISE if found["noise"] else NO_LEAK if found["no"] else LEAK
 
 # %% ../../../nbs/extras/sets/catalogue.ipynb #aa5f0dc3
 @dataclass(frozen=True)
@@ -122,7 +113,7 @@ def parse_dongguan(parts: Parts) -> NamedRecording | None:
     found = re.fullmatch(
         r"(?P<body>.+?)[-_](?P<w0>\d)-(?P<w1>\d)(?:_(?P<n>\d+))?", _stem(parts, "wav"), re.ASCII
     )
-    label = label_of_folders(parts[:-1], LEAK_FOLDERS | NOISE_FOLDERS)
+    label = label_of_folders(parts[:-1])
     if found is None or int(found["w1"]) != int(found["w0"]) + 1:
         return None
     body = found["body"].strip()
@@ -151,7 +142,7 @@ def parse_hongkong(name: re.Pattern[str], parts: Parts) -> NamedRecording | None
     columns, text = {"date": "-".join(date)} if date else {}, "/".join(map(squeezed, parts[:-1]))
     if "metal" in text:
         columns["material"] = "nonmetal" if "nonmetal" in text else "metal"
-    return NamedRecording(label_of_folders(parts[:-1], LEAK_FOLDERS), group, columns)
+    return NamedRecording(label_of_folders(parts[:-1]), group, columns)
 
 # %% ../../../nbs/extras/sets/catalogue.ipynb #57a21e95
 _MENDELEY = "https://data.mendeley.com/public-api/datasets"

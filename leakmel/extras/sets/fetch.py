@@ -27,7 +27,9 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import pandas as pd
 
+import leakmel
 from leakmel.core.errors import (
     DataError,
     LeakmelError,
@@ -36,11 +38,11 @@ from leakmel.core.errors import (
     RecordingError,
     UsageError,
     explain,
-    missing_package,
     missing_remedy,
     show_path,
     write_error,
 )
+from leakmel.core.export import require_package
 from leakmel.core.files import digest_of_file, read_own_json, require_space, sealed_json, write_errors
 from leakmel.core.locks import new_folder
 from leakmel.core.operation import user_path
@@ -54,7 +56,7 @@ MAX_MEMBERS = 20_000
 MAX_FILE_BYTES = 64_000_000  # of one recording, unpacked
 MAX_TOTAL_BYTES = 2_000_000_000  # of all that is read
 ARCHIVES = (".zip", ".rar")
-FILE_FACTS = ("name", "bytes", "sha256", "published")  # of a file, in set.json
+
 _MAX_DIRECTORY_BYTES = 8_000_000  # of the directory of a ZIP archive, which is parsed in memory
 # one file of a source: archives, folders and name from the top; bytes; and the outermost archive, None for a file of a folder
 Member = namedtuple("Member", "parts data archive", defaults=[None])
@@ -108,13 +110,9 @@ def _opened(path: Path, shown: Path) -> Iterator[Any]:  # zipfile.ZipFile or rar
                 source.shown = shown
                 yield opened.enter_context(zipfile.ZipFile(source))
             else:
-                import rarfile
-
-                yield opened.enter_context(rarfile.RarFile(path))
+                yield opened.enter_context(require_package("rarfile").RarFile(path))
     except (LeakmelError, MemoryError):
         raise
-    except ModuleNotFoundError as e:
-        raise missing_package(e) from e
     except Exception as e:
         if isinstance(e, OSError) and e.errno not in (None, errno.EINVAL):
             raise
@@ -316,18 +314,23 @@ def counts_of(rs: Sequence[Converted], unlabelled: Sequence[Converted]) -> dict[
     "Count what the description of a set may state, of recordings with a label and without one."
     pairs = equal_pairs(rs)
     every = [r.facts for r in (*rs, *unlabelled)]
-    found = Counter({"recordings": len(rs), "recordings without a label": len(unlabelled)})
+    found = Counter(
+        {
+            "recordings": len(rs),
+            "recordings without a label": len(unlabelled),
+            "groups": len({r.group for r in rs}),
+            "clipped files": sum(f.get("is_clipped", False) for f in every),
+            "unreadable files": sum("problem" in f for f in every),
+            "byte-equal pairs": len(pairs),
+            "byte-equal pairs of two groups by name": sum(a.named.group != b.named.group for a, b in pairs),
+        }
+    )
     found.update(r.named.label for r in rs)
-    found["groups"] = len({r.group for r in rs})
     found.update(f"groups of {label}" for label, _ in {(r.named.label, r.group) for r in rs})
     for label, f in ((r.named.label, r.facts) for r in rs if "problem" not in r.facts):
         rate, seconds = f"{f['sample_rate']} Hz", f["n_samples"] / f["sample_rate"]
         found.update([rate, f"{label} at {rate}", f"of {seconds:g} s", f["format"]])
-    found["clipped files"] = sum(f.get("is_clipped", False) for f in every)
-    found["unreadable files"] = sum("problem" in f for f in every)
-    found["byte-equal pairs"] = len(pairs)
-    of_two = sum(a.named.group != b.named.group for a, b in pairs)
-    return dict(found) | {"byte-equal pairs of two groups by name": of_two}
+    return dict(found)
 
 # %% ../../../nbs/extras/sets/fetch.ipynb #a2bf4824
 TABLE, RECORDINGS, BACKGROUND = "recordings.csv", "recordings", "background"
@@ -362,16 +365,13 @@ def convert(
 
     Return the recordings with a label in the order of their paths, those without one, and the archives.
     """
-    import pandas as pd
-
     found, taken, archives = list[Converted](), defaultdict[str, set[str]](set), set[Path | None]()
-    with write_errors(folder):
-        with Progress(None, label=f"{s.name}: converting", show=progress) as bar:
-            for member in members:
-                if (named := s.parse(member.parts)) is not None:
-                    found.append(_write_one(s, member, named, folder, taken))
-                    archives.add(member.archive)
-                    bar.add(1)
+    with write_errors(folder), Progress(None, label=f"{s.name}: converting", show=progress) as bar:
+        for member in members:
+            if (named := s.parse(member.parts)) is not None:
+                found.append(_write_one(s, member, named, folder, taken))
+                archives.add(member.archive)
+                bar.add(1)
         labelled = sorted((r for r in found if r.named.label), key=lambda r: os.fsencode(r.path))
         if missing := [label for label in s.labels if label not in {r.named.label for r in labelled}]:
             places = sorted({r.source.rpartition("/")[0] or "." for r in found})
@@ -385,19 +385,13 @@ def convert(
             )
         joined = join_by_content(labelled)
         extra = sorted({name for r in joined for name in r.named.columns})
+        columns = ["path", "label", "sensor", "group", *extra, "source"]
         rows = [
-            (
-                r.path,
-                r.named.label,
-                r.group,
-                r.group,
-                *(r.named.columns.get(name, "") for name in extra),
-                r.source,
-            )
+            {"path": r.path, "label": r.named.label, "sensor": r.group, "group": r.group, "source": r.source}
+            | r.named.columns
             for r in joined
         ]
-        table = pd.DataFrame(rows, columns=["path", "label", "sensor", "group", *extra, "source"])
-        table.to_csv(folder / TABLE, index=False, lineterminator="\n")
+        pd.DataFrame(rows, columns=columns).to_csv(folder / TABLE, index=False, lineterminator="\n")
     return joined, [r for r in found if not r.named.label], archives - {None}  # type: ignore[return-value]
 
 # %% ../../../nbs/extras/sets/fetch.ipynb #88b3e00e
@@ -435,20 +429,17 @@ def _request(s: LeakSet, url: str, stream: bool = False) -> Any:  # an answer of
     Raises MachineError if no server answers, DataError for another answer, and an error of `requests` if a
     connection for a file breaks off or takes too long.
     """
+    requests = require_package("requests")
     try:
-        import requests
-
         answer = requests.get(
             url,
             headers={"User-Agent": "leakmel (download of public recordings)", "Accept-Encoding": "identity"},
             timeout=(15, 60),
             stream=stream,
         )
-    except ModuleNotFoundError as e:
-        raise missing_package(e) from e
     except requests.RequestException as e:
         # of a connection that was there
-        ended = requests.packages.urllib3.exceptions.ProtocolError  # type: ignore[attr-defined]
+        ended = requests.packages.urllib3.exceptions.ProtocolError
         if stream and (isinstance(e, requests.Timeout) or any(isinstance(x, ended) for x in e.args)):
             raise
         raise MachineError(
@@ -467,26 +458,24 @@ def _request(s: LeakSet, url: str, stream: bool = False) -> Any:  # an answer of
     return answer
 
 
-def _listed(s: LeakSet) -> list[RemoteFile]:
+def _listed(s: LeakSet) -> Iterator[tuple[str, Any, Any, Any]]:  # path, address, size and checksum
     "List all files of a record of Zenodo or Mendeley Data."
     if not s.version:
-        every = _request(s, s.record).json()["files"]
-        facts = ((f["key"], f["links"]["self"], f["size"], f.get("checksum")) for f in every)
-        return [_remote_file(*fact, s.record) for fact in facts]
+        for f in _request(s, s.record).json()["files"]:
+            yield f["key"], f["links"]["self"], f["size"], f.get("checksum")
+        return
     folders = {f["id"]: f for f in _request(s, f"{s.record}/folders/{s.version}").json()}
-    found: list[RemoteFile] = []
     for key in ("root", *folders):
         for f in _request(s, f"{s.record}/files?folder_id={key}&version={s.version}").json():
             about, path = f["content_details"], f"{_folder_path(folders, key)}{f['filename']}"
             size, checksum = f.get("size", about.get("size")), f"sha256:{about.get('sha256_hash')}"
-            found.append(_remote_file(path, about["download_url"], size, checksum, s.record))
-    return found
+            yield path, about["download_url"], size, checksum
 
 
 def published_files(s: LeakSet) -> list[RemoteFile]:
     "Read from the record of a set which files to download, in the order of their paths; raises LeakmelError."
     try:
-        files = _listed(s)
+        files = [_remote_file(*facts, s.record) for facts in _listed(s)]
         found = f"{len(files):,} files" + "".join(f", {f.path}" for f in files[:5])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:  # other JSON
         files, found = [], f"{type(e).__name__}: {e}"
@@ -539,6 +528,16 @@ def _difference(file: RemoteFile, path: Path) -> str:  # what was found; empty: 
     return "" if found == file.checksum else found
 
 
+def _file_facts(path: Path, name: str, published: str = "") -> dict[str, Any]:
+    "Describe a file for set.json."
+    return {
+        "name": name,
+        "bytes": path.stat().st_size,
+        "sha256": digest_of_file(path, "sha256"),
+        "published": published,
+    }
+
+
 def download_files(
     s: LeakSet,
     files: Sequence[RemoteFile],
@@ -573,10 +572,9 @@ def download_files(
                         expected=file.checksum or None,
                         remedy=f"it was deleted; run the same command again, {_by_hand(s)}",
                     )
-                sha256 = digest_of_file(target, "sha256")
+                facts.append(_file_facts(target, file.path, file.checksum))
             done += file.size
             bar.update(done)
-            facts.append(dict(zip(FILE_FACTS, (file.path, file.size, sha256, file.checksum))))
     return facts
 
 # %% ../../../nbs/extras/sets/fetch.ipynb #c51505f8
@@ -680,16 +678,12 @@ def _facts_of(
     unlabelled: Sequence[Converted],
 ) -> dict[str, Any]:
     "Collect the content of set.json."
-    import leakmel
-
     every, counts = (*recordings, *unlabelled), counts_of(recordings, unlabelled)
     unknown = [r.source for r in unlabelled if r.named.group != BACKGROUND]
     places = sorted({source.rpartition("/")[0] or "." for source in unknown})
-    warning = (
-        f"{len(unknown):,} recordings have no label and are not in the table: unknown names of folders: "
-    )
-    headerless = "headerless 32-bit samples written as WAV files without loss"
-    changes = headerless if s.headerless else "files renamed where names occur twice, samples unchanged"
+    warning = f"{len(unknown):,} recordings have no label and are not in the table: unknown names of folders"
+    as_wav = "headerless 32-bit samples written as WAV files without loss"
+    changes = as_wav if s.headerless else "files renamed where names occur twice, samples unchanged"
     stated = ((name, counts.get(name, 0), n) for name, n in s.stated.items())
     return {
         **{name: getattr(s, name) for name in ("name", "title", "doi", "licence", "citation", "group_rule")},
@@ -700,7 +694,7 @@ def _facts_of(
         "counts": counts,
         "stated": dict(s.stated),
         "differences": [f"{name}: {found:,} found, {n:,} stated" for name, found, n in stated if found != n],
-        "warnings": [warning + ", ".join(map(repr, places[:5]))] if unknown else [],
+        "warnings": [f"{warning}: {', '.join(map(repr, places[:5]))}"] if unknown else [],
         "known_faults": list(s.faults),
         "byte_equal": [[a.path, b.path] for a, b in equal_pairs(recordings)],
         "clipped": [r.path for r in every if r.facts.get("is_clipped")],
@@ -738,10 +732,7 @@ def _existing(target: Path, s: LeakSet) -> FetchedSet | None:
 def _given_files(archives: Iterable[Path]) -> list[dict[str, Any]]:
     "Describe the archives that the user downloaded, by their digests."
     try:
-        return [
-            dict(zip(FILE_FACTS, (show_path(p.name), p.stat().st_size, digest_of_file(p, "sha256"), "")))
-            for p in sorted(archives)
-        ]
+        return [_file_facts(path, show_path(path.name)) for path in sorted(archives)]
     except OSError as e:
         raise DataError("the archive cannot be read again", code="cannot-be-read", path=e.filename) from e
 
