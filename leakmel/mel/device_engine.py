@@ -179,26 +179,26 @@ class DeviceRunner:
         last = buffers.last if buffers.last is not None and not buffers.last.done else None
         events = self.free_events.pop() if self.free_events else EventSet(self.device, self.n_block)
         block = DeviceBlock(pieces, events, self._reuse_events)
-        copy_in, copy_out = self.copy_in, self.copy_out
         if last is not None:
-            copy_in.wait(last.events.computed)
-        copy_in.record(events.stages[0][0])
+            self.copy_in.wait(last.events.computed)
+        self.copy_in.record(events.stages[0][0])
         for p in pieces:
             source = torch.from_numpy(p.ticket.samples[p.start : p.stop])
-            copy_in.copy(buffers.samples[dtype][p.in_block], source)
-        copy_in.record(events.copied_in)
+            self.copy_in.copy(buffers.samples[dtype][p.in_block], source)
+        self.copy_in.record(events.copied_in)
         buffers.stream.wait(events.copied_in)
         if last is not None:
             buffers.stream.wait(last.events.copied_out)
         buffers.stream.record(events.stages[1][0])
         self._launch(buffers, n, dtype)
         buffers.stream.record(events.computed)
-        copy_out.wait(events.computed)
-        copy_out.record(events.stages[2][0])
+        self.copy_out.wait(events.computed)
+        self.copy_out.record(events.stages[2][0])
         for p in pieces:
-            copy_out.copy(torch.from_numpy(p.ticket.out[p.start : p.stop]), buffers.mels[p.in_block])
-        copy_out.copy(events.figures[: 6 * n], buffers.figures[: 6 * n])
-        copy_out.record(events.copied_out)
+            target = torch.from_numpy(p.ticket.out[p.start : p.stop])
+            self.copy_out.copy(target, buffers.mels[p.in_block])
+        self.copy_out.copy(events.figures[: 6 * n], buffers.figures[: 6 * n])
+        self.copy_out.record(events.copied_out)
         self._n_sent += 1
         buffers.last = block
         self.pending[id(block)] = block
@@ -210,7 +210,7 @@ class DeviceRunner:
     def _launch(self, buffers: DeviceBuffers, n: int, dtype: torch.dtype) -> None:
         "Launch the work of a block, by separate kernels or by a graph; capture a graph for repeated sizes."
         key = n, dtype
-        work = buffers.work(n, dtype)
+        work = partial(buffers.launch, n, dtype)
         buffers.stream.do(buffers.graphs.get(key, work))
         buffers.n_blocks[key] += 1
         if not self._graphs or buffers.n_blocks[key] != GRAPH_AFTER or len(buffers.graphs) >= MAX_GRAPHS:
@@ -224,7 +224,8 @@ class DeviceRunner:
             self.device.synchronize()
             buffers.stream.do(graph)
             self.device.synchronize()
-            if all(torch.equal(a, _bits(b)) for a, b in zip(right, buffers.results(n, dtype))):
+            replayed = buffers.results(n, dtype)
+            if all(torch.equal(a, _bits(b)) for a, b in zip(right, replayed, strict=True)):
                 buffers.graphs[key] = graph
                 return
             why = "the first replay gave different results"
@@ -390,8 +391,6 @@ class DeviceEngine(Engine):
             last.callback(self._arrays.clear)
             for runner in self.runners:
                 last.callback(runner.close)
-            for runner in self.runners:
-                runner.drain()
 
 # %% ../../nbs/mel/device_engine.ipynb #c5bd1bf7
 def open_chain(

@@ -112,7 +112,8 @@ def recordings_of_scan(manifest: Manifest) -> Recordings:
     places: list[Any] = [(listing, k) for listing in manifest.listings for k in range(len(listing))]
     shown = [listing.show(k) for listing, k in places]
     kinds = manifest.problems.groupby("path")["kind"].agg(list).to_dict()
-    words = [[*x.split("+"), *kinds.get(path, ())] for path, x in zip(shown, manifest.table["status"])]
+    found = zip(shown, manifest.table["status"], strict=True)
+    words = [[*status.split("+"), *kinds.get(path, ())] for path, status in found]
     flags: list[Any] = [tuple(dict.fromkeys(word for word in x if word not in ("", "ok"))) for x in words]
     has_label = np.concatenate([listing.label_ids for listing in manifest.listings]) >= 0
     usable = (manifest.table["code"] == "") & has_label
@@ -288,7 +289,8 @@ def loudest_hz(samples: np.ndarray, spec: MelSpec, starts: np.ndarray) -> float:
     return float(hz[np.where((hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz), levels, -1).argmax()])
 
 # %% ../../nbs/pages/explore.ipynb #c8a3f780
-_BAR_PLACE = {
+_COLOR_BAR = {
+    "title": {"text": "mel level (dB)", "side": "top"},
     "orientation": "h",
     "x": 0.89,
     "xanchor": "center",
@@ -296,14 +298,15 @@ _BAR_PLACE = {
     "yanchor": "bottom",
     "len": 0.2,
     "thickness": 10,
+    "outlinewidth": 0,
+    "nticks": 4,
 }
-_COLOR_BAR = _BAR_PLACE | {"title": {"text": "mel level (dB)", "side": "top"}, "outlinewidth": 0, "nticks": 4}
 
 
 def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, **look: Any) -> Trace:
     "Return a line trace."
-    line = {"mode": "lines", "line": {"color": colour, "width": 1}}
-    return dict(type="scatter", name=name, x=f32(x), y=f32(y), **line) | look
+    line = {"color": colour, "width": 1}
+    return {"type": "scatter", "name": name, "x": f32(x), "y": f32(y), "mode": "lines", "line": line} | look
 
 
 def _wave_traces(samples: np.ndarray, spec: MelSpec, segments: range) -> list[Trace]:
@@ -314,7 +317,7 @@ def _wave_traces(samples: np.ndarray, spec: MelSpec, segments: range) -> list[Tr
     look = {"hovertemplate": "%{y:.4f} at %{x:.3f} s<extra></extra>"}
     traces = [_curve("waveform", (start + at) / spec.sample_rate, values, "#1F82C6", **look)]
     kinds = (("long segments", 1.1 * top, "#D55E00"), ("short segments", 0.85 * top, "#009E73"))
-    for (name, reach, colour), where in zip(kinds, borders(spec, segments)):
+    for (name, reach, colour), where in zip(kinds, borders(spec, segments), strict=True):
         if len(where) <= MAX_BORDERS:
             x, y = np.repeat(where / spec.sample_rate, 3), np.tile([-reach, reach, np.nan], len(where))
             traces.append(_curve(name, x, y, colour, hoverinfo="skip", zorder=-1))  # behind the waveform
