@@ -106,17 +106,16 @@ class DeviceRunner:
 
     def _allocate(self) -> None:
         "Create chains and buffers, with smaller blocks if memory runs out."
+        n = self._options.buffers_per_stream
         while True:
             try:
                 for stream in self._compute:
                     chain = self._make_chain(self.device, self.n_block)
                     self._granule = chain.granule
                     self.n_block = max(self.n_block, chain.granule)
-                    for _ in range(self._options.buffers_per_stream):
-                        self.buffers.append(
-                            DeviceBuffers(self.device, self._spec, stream, chain, self.n_block)
-                        )
-                n = self._options.buffers_per_stream
+                    self.buffers += [
+                        DeviceBuffers(self.device, self._spec, stream, chain, self.n_block) for _ in range(n)
+                    ]
                 self.buffers = [b for i in range(n) for b in self.buffers[i::n]]  # streams alternate
                 self.device.synchronize()  # new memory may still be in use by earlier work
                 return

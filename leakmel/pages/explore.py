@@ -112,8 +112,10 @@ def recordings_of_scan(manifest: Manifest) -> Recordings:
     places: list[Any] = [(listing, k) for listing in manifest.listings for k in range(len(listing))]
     shown = [listing.show(k) for listing, k in places]
     kinds = manifest.problems.groupby("path")["kind"].agg(list).to_dict()
-    found = zip(shown, manifest.table["status"], strict=True)
-    words = [[*status.split("+"), *kinds.get(path, ())] for path, status in found]
+    words = [
+        [*status.split("+"), *kinds.get(path, ())]
+        for path, status in zip(shown, manifest.table["status"], strict=True)
+    ]
     flags: list[Any] = [tuple(dict.fromkeys(word for word in x if word not in ("", "ok"))) for x in words]
     has_label = np.concatenate([listing.label_ids for listing in manifest.listings]) >= 0
     usable = (manifest.table["code"] == "") & has_label
@@ -477,11 +479,12 @@ def window_options(spec: MelSpec) -> dict[str, list[tuple[str, int]]]:
         ms, hz = (f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (1000 * n / rate, rate / n))
         return f"{ms} ms, {n:,} samples" + ("" if name == "hop_length" else f", {hz} Hz")
 
-    found = {}
-    for name, (values, limit) in _LENGTHS.items():
-        fitting = [n for n in sorted({*values, getattr(spec, name)}) if n <= getattr(spec, limit)]
-        found[name] = [(label(name, n), n) for n in fitting]
-    return found
+    return {
+        name: [
+            (label(name, n), n) for n in sorted({*values, getattr(spec, name)}) if n <= getattr(spec, limit)
+        ]
+        for name, (values, limit) in _LENGTHS.items()
+    }
 
 
 def rate_options(

@@ -264,8 +264,14 @@ def mels_by_label(
             fig.update_xaxes(title={"text": "time (s)"}, showticklabels=True, **place)
     fig.update_yaxes(title={"text": "frequency (Hz)"}, col=1)
     fig.update_annotations(font={"size": 12, "color": TEXT_COLOUR}, yshift=-1)
-    bar = {"title": {"text": "dB"}, "thickness": 12, "outlinewidth": 0}
-    fig.update_layout(coloraxis={"colorscale": "Viridis", "cmin": low, "cmax": high, "colorbar": bar})
+    fig.update_layout(
+        coloraxis={
+            "colorscale": "Viridis",
+            "cmin": low,
+            "cmax": high,
+            "colorbar": {"title": {"text": "dB"}, "thickness": 12, "outlinewidth": 0},
+        }
+    )
     note = "One recording per label, mel bands at their centre frequencies, common colour scale"
     levels = np.round(np.median(flat, axis=(1, 2))) + 0.0  # without the sign of zero
     medians = sorted(zip(levels, names, strict=True))
@@ -461,10 +467,9 @@ def batch_timeline(timeline: Timeline, split: str | None = None) -> "go.Figure":
         bars = [s for lane, own in by_lane.items() for s in merge_lanes(own, lane, n_slices=n_slices)]
         how = f"each of {n_slices} slices of a lane shows how much of it the lane spent in each stage"
     busy = sum(covered_s(s for s in own if s.stage != "wait") for own in by_lane.values()) / (seconds or 1)
-    traces: list[Trace] = []
-    for stage in [x for x in STAGES if any(s.stage == x for s in bars)]:
-        own = [s for s in bars if s.stage == stage]
-        bar = {
+    by_stage = {stage: [s for s in bars if s.stage == stage] for stage in STAGES}
+    traces = [
+        {
             "type": "bar",
             "name": _STAGE_NAMES[stage],
             "orientation": "h",
@@ -479,7 +484,9 @@ def batch_timeline(timeline: Timeline, split: str | None = None) -> "go.Figure":
             ],
             "hovertemplate": "%{fullData.name}: %{customdata:.2f} ms from %{base:.3f} s<br>%{hovertext}<extra></extra>",
         }
-        traces.append(bar)
+        for stage, own in by_stage.items()
+        if own
+    ]
     return styled_figure(
         traces,
         f"{busy:.1f} of {len(lanes)} lanes busy on average over {seconds_text(seconds)}",
