@@ -3728,8 +3728,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'leakmel/mel/device_engine.py'),
                                            'leakmel.mel.device_engine._as_engine_error': ( 'mel/device_engine.html#_as_engine_error',
                                                                                            'leakmel/mel/device_engine.py'),
-                                           'leakmel.mel.device_engine._bits': ( 'mel/device_engine.html#_bits',
-                                                                                'leakmel/mel/device_engine.py'),
                                            'leakmel.mel.device_engine._checked_chain': ( 'mel/device_engine.html#_checked_chain',
                                                                                          'leakmel/mel/device_engine.py'),
                                            'leakmel.mel.device_engine.block_size': ( 'mel/device_engine.html#block_size',

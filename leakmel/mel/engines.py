@@ -319,7 +319,7 @@ def open_engine(
                     return _open_on_devices(each, spec, options)
                 return open_engine(each, spec, device=where, options=options)
             except EngineError as e:
-                log_skipped_engine(each, e, is_expected=each != "cpu")
+                log_skipped_engine(each, e)
                 why = e
         raise why
     if name not in ENGINES:
@@ -363,9 +363,9 @@ def _open_on_devices(name: str, spec: MelSpec, options: DeviceOptions | None) ->
     raise why
 
 
-def log_skipped_engine(engine: str, error: EngineError, *, is_expected: bool = True) -> None:
+def log_skipped_engine(engine: str, error: EngineError) -> None:
     "Log why `auto` skipped an engine: as a warning, unless the engine may be missing."
-    level = logging.INFO if isinstance(error, EngineUnavailable) and is_expected else logging.WARNING
+    level = logging.INFO if isinstance(error, EngineUnavailable) and engine != "cpu" else logging.WARNING
     # as text: a log that keeps the error would keep the memory of its frames
     logging.getLogger("leakmel").log(level, "engine %s was skipped: %s", engine, str(error))
 

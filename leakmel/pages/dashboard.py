@@ -448,10 +448,15 @@ def mel_pictures(
 
     def typical_mels(ds: MelDataset) -> "go.Figure":
         typical = ds.typical_rows()
-        scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
-        scales["hop_s"] = ds.spec.hop_length / ds.spec.sample_rate
         rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])
-        return plots.mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales)
+        return plots.mels_by_label(
+            rows,
+            list(typical),
+            ds.spec.mel_hz,
+            long_start_s=ds.file["long_start_s"][:],
+            short_start_s=ds.file["short_start_s"][:],
+            hop_s=ds.spec.hop_length / ds.spec.sample_rate,
+        )
 
     return _figure_of_file(path, typical_mels)
 

@@ -375,9 +375,8 @@ def recording_figure(state: Explorer) -> "go.Figure":  # raises LeakmelError if 
         "#D55E00",
         hovertemplate="%{x:.1f} dB at %{y:.0f} Hz<extra></extra>",
     )
-    places = {(1, 1): _wave_traces(samples, spec, segments), (2, 1): [heat], (2, 2): [bands]}
-    for (row, col), traces in places.items():
-        fig.add_traces(traces, [row] * len(traces), [col] * len(traces))
+    waves = _wave_traces(samples, spec, segments)
+    fig.add_traces([*waves, heat, bands], [1] * len(waves) + [2, 2], [1] * len(waves) + [1, 2])
     _set_axes(fig, spec, segments)
     facts = state.facts
     level = f"{facts['rms_db']:.0f} dB re full scale, loudest at {loudest_hz(samples, spec, starts):,.0f} Hz"
@@ -412,8 +411,8 @@ def playback_part(state: Explorer, louder: bool = False) -> tuple[bytes, str]:
     """
     listing, k = state.facts["place"]
     start_s, stop_s = (n / state.spec.sample_rate for n in sample_range(state.spec, state.segments))
-    stop_s = min(stop_s, start_s + MAX_PLAYED_S)
-    wav, text = playback(read_wav(listing.full_path(k)), part_s=(start_s, stop_s), normalised=louder)
+    part_s = start_s, min(stop_s, start_s + MAX_PLAYED_S)
+    wav, text = playback(read_wav(listing.full_path(k)), part_s=part_s, normalised=louder)
     return wav, text if louder else f"{text}, at the recorded level"
 
 # %% ../../nbs/pages/explore.ipynb #467e46a0
@@ -446,9 +445,15 @@ def _spec_text(state: Explorer) -> str:
 def open_explorer(parameters: dict[str, Any], *, progress: str = "auto") -> Explorer:
     "Scan the recordings, apply the filter and resolve the spec; raises LeakmelError for invalid parameters."
     root, _ = find_data(parameters["data_root"], progress=progress)
-    names: dict[str, Any] = {name: parameters[name] or None for name in ("table", "columns", "pattern")}
-    recordings = recordings_of_scan(scan(root, content=True, progress=progress, **names))
-    state = Explorer(recordings, spec_changes(parameters)[0])
+    found = scan(
+        root,
+        table=parameters["table"] or None,
+        columns=parameters["columns"] or None,
+        pattern=parameters["pattern"] or None,
+        content=True,
+        progress=progress,
+    )
+    state = Explorer(recordings_of_scan(found), spec_changes(parameters)[0])
     split = split_name(parameters["split"]) or parameters["split"]
     state.filter_recordings(**{name: parameters[name] for name in FILTERS} | {"split": split})
     return state
@@ -692,14 +697,19 @@ class ExploreView:
 
     def show_split(self) -> None:
         "Show the mean spectra of the split, with a button that computes them again."
-        control = partial(_button, "compute the split", "190px", self.recompute)
-        self._place("split_line", "split_figure", control=control)
+        self._place(
+            "split_line",
+            "split_figure",
+            control=partial(_button, "compute the split", "190px", self.recompute),
+        )
         self.recompute()
 
     def show_spec(self) -> None:
         "Show the settings and a button that writes the spec file."
-        button = partial(_button, "write the spec file", "230px", self.write, button_style="primary")
-        self._place("written", control=button)
+        self._place(
+            "written",
+            control=partial(_button, "write the spec file", "230px", self.write, button_style="primary"),
+        )
         how = "the button" if self.controls else "view.write()"
         text = f"Not written yet; {how} writes the settings to {show_path(self.spec_path)}"
         self._show("written", status_line(text))
