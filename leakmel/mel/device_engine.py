@@ -385,6 +385,8 @@ class DeviceEngine(Engine):
             last.callback(self._arrays.clear)
             for runner in self.runners:
                 last.callback(runner.close)
+            for runner in self.runners:
+                runner.drain()
 
 # %% ../../nbs/mel/device_engine.ipynb #c5bd1bf7
 def open_chain(
