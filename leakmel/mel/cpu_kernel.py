@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #f8469067
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -35,8 +34,6 @@ from leakmel.core.jit import (
     transposed,
 )
 
-if sys.byteorder != "little":
-    raise ImportError("the compiled kernel needs a little-endian machine")
 if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, and vectors exist only in compiled code")
 
@@ -280,13 +277,11 @@ def _later_passes(work, n_points, radices, where, angles):
 @njit(inline="always")
 def _to_bins(work, bins, n_points, where, turns, power):
     "Unpack the spectrum of the points to magnitudes of the samples' spectrum, or their squares; unsigned indices need no check."
-    if power == 1:
-        for k in range(n_points // 2 + 1):
-            here, there = work + where[np.uintp(k)], work + where[np.uintp(n_points - k if k else 0)]
+    for k in range(n_points // 2 + 1):
+        here, there = work + where[np.uintp(k)], work + where[np.uintp(n_points - k if k else 0)]
+        if power == 1:
             _magnitudes((here, there, turns + 8 * k, bins + VECTOR * k, bins + VECTOR * (n_points - k)))
-    else:
-        for k in range(n_points // 2 + 1):
-            here, there = work + where[np.uintp(k)], work + where[np.uintp(n_points - k if k else 0)]
+        else:
             _squares((here, there, turns + 8 * k, bins + VECTOR * k, bins + VECTOR * (n_points - k)))
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #38489399

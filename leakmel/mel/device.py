@@ -255,11 +255,6 @@ def open_devices(device: str) -> list[Device]:
         )
     return [_open_device(i) for i in numbers]
 
-
-def visible_devices() -> list[str]:  # "cuda:0" ...; empty if torch finds none
-    "Return the names of all CUDA devices that torch can see."
-    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-
 # %% ../../nbs/mel/device.ipynb #d1773dac
 class Chain(Protocol):
     "Sequence of launches that computes features of samples on a device."
@@ -308,7 +303,7 @@ class SpanLog:
 
     def note(self, events: EventSet, label: Label, n_files: int, bytes_in: int, bytes_out: int) -> None:
         "Record the stages of a finished block."
-        for stage, (began, ended) in zip(DEVICE_STAGES, events.stages):
+        for stage, (began, ended) in zip(DEVICE_STAGES, events.stages, strict=True):
             start_s = self._base_s + 1e-3 * self._base.elapsed_time(began)
             end_s = start_s + 1e-3 * began.elapsed_time(ended)
             n_bytes = bytes_out if stage == "copy_out" else bytes_in
@@ -334,22 +329,19 @@ class DeviceTicket(Ticket):
 
     def fail(self, error: Exception) -> None:
         "Store the first error of the batch."
-        if self.error is not None:
-            return
         if not isinstance(error, (EngineError, MemoryError)):
             error = EngineError(
                 f"{self.title} failed ({type(error).__name__}: {error})",
                 code="device-failed",
                 remedy="build again; if it fails again, use another engine and report this",
             )
-        self.error = error
+        self.error = self.error or error
 
     def wait(self) -> np.ndarray:
         "Block until the batch is computed; returns its moments [B, 5] float64, or raises the error of the batch."
         for block in self.blocks:
             block.finish()
-        if self.error is None and self.samples.dtype != np.int16 and np.isnan(self.moments[:1]).all():
-            self.moments = moments_of(self.samples)
+
         return super().wait()
 
 
@@ -417,8 +409,9 @@ class DeviceBlock:
         figures = self.events.figures.numpy()
         moments, sums = figures[: 5 * self.n].reshape(self.n, 5), figures[5 * self.n : 6 * self.n]
         for p in self.pieces:
-            if p.ticket.samples.dtype == np.int16:
-                p.ticket.moments[p.start : p.stop] = moments[p.in_block]
+            own = p.ticket.samples[p.start : p.stop]
+            own_moments = moments[p.in_block] if own.dtype == np.int16 else moments_of(own)
+            p.ticket.moments[p.start : p.stop] = own_moments
             for k in p.start + np.flatnonzero(~np.isfinite(sums[p.in_block])):
                 if np.isfinite(p.ticket.samples[k]).all():
                     error = EngineError(
@@ -451,18 +444,15 @@ class DeviceBuffers:
         )  # number of blocks by size and type, the key of a graph
         self.last: DeviceBlock | None = None  # previous block; None if all blocks are known to be finished
 
-    def work(self, n: int, dtype: torch.dtype) -> Callable[[], None]:
-        "Function that launches the work for a block of `n` recordings."
-        x, mels = self.samples[dtype][:n], self.mels[:n]
-        moments, sums = self.figures[: 5 * n].view(n, 5), self.figures[5 * n : 6 * n]
-
-        def launch() -> None:
-            self.chain.features(x, mels, moments if x.dtype == torch.int16 else None)
-            # NaN if one value is NaN; float64 would copy all values first
-            sums.copy_(torch.sum(mels.view(n, -1), dim=1, dtype=torch.float32))
-
-        return launch
+    def launch(self, n: int, dtype: torch.dtype) -> None:
+        "Launch the work for a block of `n` recordings."
+        mels = self.mels[:n]
+        moments = self.figures[: 5 * n].view(n, 5) if dtype == torch.int16 else None
+        self.chain.features(self.samples[dtype][:n], mels, moments)
+        # NaN if one value is NaN; float64 would copy all values first
+        self.figures[5 * n : 6 * n].copy_(torch.sum(mels.view(n, -1), dim=1, dtype=torch.float32))
 
     def results(self, n: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        "Tensors that a launch fills."
-        return [self.mels[:n], self.figures[0 if dtype == torch.int16 else 5 * n : 6 * n]]
+        "Tensors that a launch fills, as integers, so that NaN equals NaN."
+        figures = self.figures[0 if dtype == torch.int16 else 5 * n : 6 * n]
+        return [self.mels[:n].view(torch.int16), figures.view(torch.int64)]

@@ -67,11 +67,6 @@ def block_size(spec: MelSpec, free_bytes: int, options: DeviceOptions) -> int:
 # %% ../../nbs/mel/device_engine.ipynb #2845cc05
 _LOG = logging.getLogger("leakmel")
 
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    "View floats as integers of the same size, so that NaN equals NaN."
-    return x.view(torch.int16 if x.dtype == torch.float16 else torch.int64)
-
 # %% ../../nbs/mel/device_engine.ipynb #d1167729
 class DeviceRunner:
     "Run batches on one device; thread-safe."
@@ -106,17 +101,16 @@ class DeviceRunner:
 
     def _allocate(self) -> None:
         "Create chains and buffers, with smaller blocks if memory runs out."
+        n = self._options.buffers_per_stream
         while True:
             try:
                 for stream in self._compute:
                     chain = self._make_chain(self.device, self.n_block)
                     self._granule = chain.granule
                     self.n_block = max(self.n_block, chain.granule)
-                    for _ in range(self._options.buffers_per_stream):
-                        self.buffers.append(
-                            DeviceBuffers(self.device, self._spec, stream, chain, self.n_block)
-                        )
-                n = self._options.buffers_per_stream
+                    self.buffers += [
+                        DeviceBuffers(self.device, self._spec, stream, chain, self.n_block) for _ in range(n)
+                    ]
                 self.buffers = [b for i in range(n) for b in self.buffers[i::n]]  # streams alternate
                 self.device.synchronize()  # new memory may still be in use by earlier work
                 return
@@ -179,26 +173,26 @@ class DeviceRunner:
         last = buffers.last if buffers.last is not None and not buffers.last.done else None
         events = self.free_events.pop() if self.free_events else EventSet(self.device, self.n_block)
         block = DeviceBlock(pieces, events, self._reuse_events)
-        copy_in, copy_out = self.copy_in, self.copy_out
         if last is not None:
-            copy_in.wait(last.events.computed)
-        copy_in.record(events.stages[0][0])
+            self.copy_in.wait(last.events.computed)
+        self.copy_in.record(events.stages[0][0])
         for p in pieces:
             source = torch.from_numpy(p.ticket.samples[p.start : p.stop])
-            copy_in.copy(buffers.samples[dtype][p.in_block], source)
-        copy_in.record(events.copied_in)
+            self.copy_in.copy(buffers.samples[dtype][p.in_block], source)
+        self.copy_in.record(events.copied_in)
         buffers.stream.wait(events.copied_in)
         if last is not None:
             buffers.stream.wait(last.events.copied_out)
         buffers.stream.record(events.stages[1][0])
         self._launch(buffers, n, dtype)
         buffers.stream.record(events.computed)
-        copy_out.wait(events.computed)
-        copy_out.record(events.stages[2][0])
+        self.copy_out.wait(events.computed)
+        self.copy_out.record(events.stages[2][0])
         for p in pieces:
-            copy_out.copy(torch.from_numpy(p.ticket.out[p.start : p.stop]), buffers.mels[p.in_block])
-        copy_out.copy(events.figures[: 6 * n], buffers.figures[: 6 * n])
-        copy_out.record(events.copied_out)
+            target = torch.from_numpy(p.ticket.out[p.start : p.stop])
+            self.copy_out.copy(target, buffers.mels[p.in_block])
+        self.copy_out.copy(events.figures[: 6 * n], buffers.figures[: 6 * n])
+        self.copy_out.record(events.copied_out)
         self._n_sent += 1
         buffers.last = block
         self.pending[id(block)] = block
@@ -210,21 +204,22 @@ class DeviceRunner:
     def _launch(self, buffers: DeviceBuffers, n: int, dtype: torch.dtype) -> None:
         "Launch the work of a block, by separate kernels or by a graph; capture a graph for repeated sizes."
         key = n, dtype
-        work = buffers.work(n, dtype)
+        work = partial(buffers.launch, n, dtype)
         buffers.stream.do(buffers.graphs.get(key, work))
         buffers.n_blocks[key] += 1
         if not self._graphs or buffers.n_blocks[key] != GRAPH_AFTER or len(buffers.graphs) >= MAX_GRAPHS:
             return
         try:
             self.device.synchronize()
-            right = [_bits(x).clone() for x in buffers.results(n, dtype)]
+            results = buffers.results(n, dtype)
+            right = [x.clone() for x in results]
             graph = self.device.capture(buffers.stream, work)
-            for x in buffers.results(n, dtype):
-                x.fill_(torch.nan)
+            for x in results:
+                x.fill_(-1)  # the bits of a NaN
             self.device.synchronize()
             buffers.stream.do(graph)
             self.device.synchronize()
-            if all(torch.equal(a, _bits(b)) for a, b in zip(right, buffers.results(n, dtype))):
+            if all(map(torch.equal, right, results)):
                 buffers.graphs[key] = graph
                 return
             why = "the first replay gave different results"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 
 import numpy as np
 
@@ -195,18 +196,17 @@ def self_check(engine: Engine) -> None:
     "Raise EngineError unless the engine reproduces the reference on `check_recording`, from int16 and from float32."
     samples = check_recording(engine.spec)
     right = reference_features(samples, engine.spec)
-    first: np.ndarray | None = None
-    for k in range(1 if engine.device == "cpu" else engine.n_lanes):
-        for x in (samples, (samples / np.float32(32_768)).astype(np.float32)):
-            out = compute_in_lane(engine, k, x)
-            check_rows(out, right, engine.spec, engine.identity, "this machine")
-            first = out if first is None else first
-            if k and not np.array_equal(first, out):
-                raise EngineError(
-                    f"engine {engine.identity} gives different results on device 0 and device {k}",
-                    code="devices-differ",
-                    remedy="name one device, for example device='cuda:0'",
-                )
+    lanes = range(1 if engine.device == "cpu" else engine.n_lanes)
+    rows: list[np.ndarray] = []
+    for k, x in product(lanes, (samples, (samples / np.float32(32_768)).astype(np.float32))):
+        rows.append(compute_in_lane(engine, k, x))
+        check_rows(rows[-1], right, engine.spec, engine.identity, "this machine")
+        if k and not np.array_equal(rows[0], rows[-1]):
+            raise EngineError(
+                f"engine {engine.identity} gives different results on device 0 and device {k}",
+                code="devices-differ",
+                remedy="name one device, for example device='cuda:0'",
+            )
 
 
 def compute_in_lane(engine: Engine, k: int, samples: np.ndarray) -> np.ndarray:
@@ -319,7 +319,7 @@ def open_engine(
                     return _open_on_devices(each, spec, options)
                 return open_engine(each, spec, device=where, options=options)
             except EngineError as e:
-                log_skipped_engine(each, e, is_expected=each != "cpu")
+                log_skipped_engine(each, e)
                 why = e
         raise why
     if name not in ENGINES:
@@ -346,27 +346,26 @@ def _open_on_devices(name: str, spec: MelSpec, options: DeviceOptions | None) ->
         raise
     except EngineError as e:
         why = e.with_traceback(None)
-    names = import_module("leakmel.mel.device").visible_devices()
-    groups: dict[str, list[str]] = {}  # by identity: what gives the same bits
-    for each in names if len(names) > 1 else []:
+    n_devices = import_module("torch").cuda.device_count()
+    groups: dict[str, list[str]] = {}  # numbers by identity: what gives the same bits
+    for k in map(str, range(n_devices if n_devices > 1 else 0)):
         try:
-            with open_engine(name, spec, device=each, options=options) as alone:
-                groups.setdefault(alone.identity, []).append(each)
+            with open_engine(name, spec, device=f"cuda:{k}", options=options) as alone:
+                groups.setdefault(alone.identity, []).append(k)
         except EngineError as e:
-            logging.getLogger("leakmel").warning("engine %s does not use %s: %s", name, each, str(e))
+            logging.getLogger("leakmel").warning("engine %s does not use cuda:%s: %s", name, k, str(e))
     best = max(groups.values(), key=len, default=[])
     for chosen in (best, best[:1]) if best else ():
-        numbers = ",".join(each.removeprefix("cuda:") for each in chosen)
         try:
-            return open_engine(name, spec, device=f"cuda:{numbers}", options=options)
+            return open_engine(name, spec, device=f"cuda:{','.join(chosen)}", options=options)
         except EngineError as e:
             why = e.with_traceback(None)
     raise why
 
 
-def log_skipped_engine(engine: str, error: EngineError, *, is_expected: bool = True) -> None:
+def log_skipped_engine(engine: str, error: EngineError) -> None:
     "Log why `auto` skipped an engine: as a warning, unless the engine may be missing."
-    level = logging.INFO if isinstance(error, EngineUnavailable) and is_expected else logging.WARNING
+    level = logging.INFO if isinstance(error, EngineUnavailable) and engine != "cpu" else logging.WARNING
     # as text: a log that keeps the error would keep the memory of its frames
     logging.getLogger("leakmel").log(level, "engine %s was skipped: %s", engine, str(error))
 

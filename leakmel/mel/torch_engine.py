@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/mel/torch_engine.ipynb #cd0edbb2
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib import import_module
@@ -44,20 +44,29 @@ def block_files(
     return 1 << max(0, (n_bytes // per_file).bit_length() - 1)
 
 # %% ../../nbs/mel/torch_engine.ipynb #34694d4b
+class _Host(Device):
+    "The CPU, with the memory that a chain needs."
+
+    kind = "cpu"
+
+    def __init__(self):
+        self.torch_device = torch.device("cpu")
+
+
 class _Frames:
     "Windows and starts of distinct frames, on one device."
 
-    def __init__(self, spec: MelSpec, upload: Callable[[torch.Tensor], torch.Tensor] = lambda x: x):
+    def __init__(self, spec: MelSpec, device: Device):
         starts, index = spec.grid.distinct
         self.n_fft = spec.n_fft
         self.n_distinct = len(starts)
         self.n_padded = -(-len(starts) // FRAME_ALIGN) * FRAME_ALIGN
         self.step = even_step(starts)
-        self.starts = upload(torch.from_numpy(starts))
+        self.starts = device.upload(torch.from_numpy(starts))
         in_order = np.array_equal(index.ravel(), np.arange(len(starts)))
-        self.index = None if in_order else upload(torch.from_numpy(index.ravel()))
+        self.index = None if in_order else device.upload(torch.from_numpy(index.ravel()))
         window = torch.from_numpy(hann_periodic(spec.n_fft).astype(np.float32))
-        self.windows = {torch.int16: upload(window / 32_768), torch.float32: upload(window)}
+        self.windows = {torch.int16: device.upload(window / 32_768), torch.float32: device.upload(window)}
 
     def distinct(self, x: torch.Tensor) -> torch.Tensor:
         "Distinct frames of recordings [n, N] -> [n, D, n_fft], as a view if possible."
@@ -71,21 +80,19 @@ class _HostChain:
 
     def __init__(self, spec: MelSpec):
         self.spec = spec
-        self.frames = _Frames(spec)
-        self.n_block = block_files(spec, "cpu")
+        self.frames = _Frames(spec, _Host())
+        self.granule = block_files(spec, "cpu")
         bank = torch.from_numpy(spec.filterbank.astype(np.float32))
-        self.bank = bank.expand(self.n_block, *bank.shape)
-        self.padded = torch.zeros(self.n_block, self.frames.n_padded, spec.n_fft)
-        self.magnitude = torch.zeros(self.n_block, self.frames.n_padded, spec.n_fft // 2 + 1)
-        self.mels = torch.zeros(self.n_block, self.frames.n_padded, spec.n_mels)
+        self.bank = bank.expand(self.granule, *bank.shape)
+        self.padded = torch.zeros(self.granule, self.frames.n_padded, spec.n_fft)
+        self.magnitude = torch.zeros(self.granule, self.frames.n_padded, spec.n_fft // 2 + 1)
+        self.mels = torch.zeros(self.granule, self.frames.n_padded, spec.n_mels)
 
-    def features(self, samples: np.ndarray, out: np.ndarray) -> None:
-        "Log-mel of a block [n, N] -> [n, L, S, M, T]; n is at most `n_block`; a whole block is always computed."
-        n, frames = len(samples), self.frames
-        x = torch.from_numpy(samples)
-        if n < self.n_block:
-            x = torch.zeros((self.n_block, self.spec.n_samples), dtype=x.dtype)
-            x[:n].copy_(torch.from_numpy(samples))
+    def features(self, x: torch.Tensor, mels: torch.Tensor, moments: None) -> None:
+        "Log-mel of a block [n, N] -> [n, L, S, M, T]; n is at most `granule`; a whole block is always computed."
+        n, frames = len(x), self.frames
+        if n < self.granule:
+            x = torch.cat([x, x.new_zeros(self.granule - n, self.spec.n_samples)])
         # in two steps: mixed types would need a temporary
         self.padded[:, : frames.n_distinct].copy_(frames.distinct(x)).mul_(frames.windows[x.dtype])
         spectrum = torch.fft.rfft(self.padded)
@@ -100,7 +107,7 @@ class _HostChain:
         self.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
         rows = self.mels[:n, : frames.n_distinct] if frames.index is None else self.mels[:n, frames.index]
         n_long, n_short, n_mels, n_frames = self.spec.row_shape
-        torch.from_numpy(out).copy_(rows.view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
+        mels.copy_(rows.view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
 
 # %% ../../nbs/mel/torch_engine.ipynb #b79c82a3
 class DeviceMoments:
@@ -130,7 +137,7 @@ class TorchChain:
 
     def __init__(self, spec: MelSpec, device: Device, n_block: int):
         self.spec = spec
-        self.frames = _Frames(spec, device.upload)
+        self.frames = _Frames(spec, device)
         self.granule = block_files(spec, device.kind)
         self.transform = torch.fft.rfft if spec.n_fft % 2 == 0 else _spectrum_of_odd
         n, n_padded = self.granule, self.frames.n_padded
@@ -185,7 +192,7 @@ def float32_precisions() -> list[str]:  # "ieee" or "none": full precision; "tf3
 
 
 def _set_precisions(each: list[str]) -> None:
-    for s, precision in zip(_SWITCHES, each):
+    for s, precision in zip(_SWITCHES, each, strict=True):
         s.fp32_precision = precision
 
 # %% ../../nbs/mel/torch_engine.ipynb #77b88534
@@ -199,10 +206,8 @@ _saved_precisions = list[
 def full_float32_precision() -> Iterator[None]:
     "Compute float32 as float32 in the body: no TF32 on a GPU, no bfloat16 on a CPU. Autocast stays as it is."
     with _PRECISION_LOCK:
-        before = _saved_precisions[0] if _saved_precisions else float32_precisions()
-        if not _saved_precisions:
-            _set_precisions(["ieee"] * len(_SWITCHES))
-        _saved_precisions.append(before)
+        _saved_precisions.append(_saved_precisions[0] if _saved_precisions else float32_precisions())
+        _set_precisions(["ieee"] * len(_SWITCHES))
     try:
         yield
     finally:
@@ -256,18 +261,15 @@ class TorchEngine(DeviceEngine):
         "Compute block by block; thread-safe."
         if self.runners:
             return super().run(samples, out)
-        moments = np.empty((len(samples), 5))
         # also for buffers: torch's own threads do not survive a fork
         with torch.inference_mode(), full_float32_precision(), one_thread():
             if not hasattr(self._local, "chain"):
                 self._local.chain = self.host_chain(self.spec)
             chain = self._local.chain
-            for start in range(0, len(samples), chain.n_block):
-                part = slice(start, start + chain.n_block)
-                chain.features(samples[part], out[part])
-                moments_in = int16_moments if samples.dtype == np.int16 else moments_of
-                moments[part] = moments_in(samples[part])
-        return moments
+            for start in range(0, len(samples), chain.granule):
+                part = slice(start, start + chain.granule)
+                chain.features(torch.from_numpy(samples[part]), torch.from_numpy(out[part]), None)
+        return int16_moments(samples) if samples.dtype == np.int16 else moments_of(samples)
 
 # %% ../../nbs/mel/torch_engine.ipynb #e04babf4
 def import_torchaudio() -> ModuleType:  # raises EngineUnavailable if it is not installed
@@ -380,32 +382,10 @@ class TorchaudioChain:
                 self.moments.launch(some, moments[part])
 
 
-class _StockHostChain:
-    "Chain for the CPU, with the buffer of one thread."
-
-    def __init__(self, spec: MelSpec):
-        self.n_block = block_files(spec, "cpu")
-        self.log_mel = TorchaudioLogMel(spec)
-        self.samples = torch.zeros(self.n_block, spec.n_samples)
-
-    def features(self, samples: np.ndarray, out: np.ndarray) -> None:
-        "Log-mel of a block [n, N] -> [n, L, S, M, T]; n is at most `n_block`; a whole block is always computed."
-        some = self.samples[: len(samples)].copy_(torch.from_numpy(samples))
-        if samples.dtype == np.int16:
-            some.mul_(1 / 32_768)
-        torch.from_numpy(out).copy_(self.log_mel(self.samples)[: len(some)])
-
-
 class TorchaudioEngine(TorchEngine):
     "Engine: log-mel features by the stock torchaudio transform, in float32."
 
     name = "torchaudio"
     version = "1"
     make_chain = TorchaudioChain
-    host_chain = _StockHostChain
-
-    def __init__(
-        self, spec: MelSpec, *, device: str | list[Device] = "auto", options: DeviceOptions | None = None
-    ):
-        TorchaudioLogMel(spec)  # rejects a spec before a device is opened
-        super().__init__(spec, device=device, options=options)
+    host_chain = staticmethod(partial(TorchaudioChain, device=_Host(), n_block=0))

@@ -93,9 +93,11 @@ def joined_timelines(timelines: Mapping[str, Timeline]) -> dict[str, Timeline]:
         zero = max((s.end_s for s in spans if s.lane == "imports"), default=0.0)
         # stored last: it has the samples of all splits
         whole = copy(max(same.values(), key=lambda t: len(t.samples)))
-        kept = [s for s in spans if s.lane != "imports"]
-        ends = [(max(0.0, s.start_s - zero), max(0.0, s.end_s - zero)) for s in kept]
-        whole.spans = [replace(s, start_s=start, end_s=end) for s, (start, end) in zip(kept, ends)]
+        whole.spans = [
+            replace(s, start_s=max(0.0, s.start_s - zero), end_s=max(0.0, s.end_s - zero))
+            for s in spans
+            if s.lane != "imports"
+        ]
         whole.gauges = [replace(g, time_s=max(0.0, g.time_s - zero)) for g in whole.gauges]
         whole.samples = [s | {"time_s": s["time_s"] - zero} for s in whole.samples if s["time_s"] >= zero]
         joined |= dict.fromkeys(same, whole)
@@ -209,8 +211,9 @@ def read_runs(folders: Sequence[str | os.PathLike]) -> tuple[list[RunRecord], li
 # %% ../../nbs/pages/dashboard.ipynb #62af9b10
 def runs_table(runs: Sequence[RunRecord]) -> str:
     "Format runs as a table, with the settings that differ."
-    head = ("run", "created (UTC)", "files", "s", "files/s", "verified", "engine", "mode", "page cache")
-    table: list[tuple[str, ...]] = [head]
+    table: list[tuple[str, ...]] = [
+        ("run", "created (UTC)", "files", "s", "files/s", "verified", "engine", "mode", "page cache")
+    ]
     for i, run in enumerate(runs, 1):
         made = max((str(r.get("created_at_utc", "")) for r in run.reports.values()), default="")
         texts = (
@@ -293,11 +296,9 @@ def _facts(run: RunRecord) -> dict[str, dict[str, str]]:
     }
     samples = [s for t in run.distinct_timelines for s in t.samples]
     for name, key, unit, factor in _LOADS:
-        most = peak(samples, key)
-        load = (
-            f"{factor * (most or 0):,.0f} {unit} peak, {factor * (mean(samples, key) or 0):,.0f} {unit} mean"
-        )
-        machine[name] = NOT_AVAILABLE if most is None else load
+        loads = {"peak": peak(samples, key), "mean": mean(samples, key)}
+        texts = (f"{factor * x:,.0f} {unit} {word}" for word, x in loads.items() if x is not None)
+        machine[name] = ", ".join(texts) or NOT_AVAILABLE
     return {"run": times, "data": data, "machine": machine}
 
 
@@ -447,10 +448,15 @@ def mel_pictures(
 
     def typical_mels(ds: MelDataset) -> "go.Figure":
         typical = ds.typical_rows()
-        scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
-        scales["hop_s"] = ds.spec.hop_length / ds.spec.sample_rate
         rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])
-        return plots.mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales)
+        return plots.mels_by_label(
+            rows,
+            list(typical),
+            ds.spec.mel_hz,
+            long_start_s=ds.file["long_start_s"][:],
+            short_start_s=ds.file["short_start_s"][:],
+            hop_s=ds.spec.hop_length / ds.spec.sample_rate,
+        )
 
     return _figure_of_file(path, typical_mels)
 
@@ -459,8 +465,10 @@ def build_report(results: Sequence[BuildResult], path: Path) -> Path:
     "Write the report of a build as an HTML file; raises OutputError, SpaceError."
     card = build_card(results)
     timeline = results[0].timeline
-    none = "no problems were found"
-    notes = [ProblemReport(r.noted, most=12) if r.noted else f"{r.path.name}: {none}" for r in results]
+    notes = [
+        ProblemReport(r.noted, most=12) if r.noted else f"{r.path.name}: no problems were found"
+        for r in results
+    ]
     with open_dataset(results[0].path) as ds:
         levels = plots.level_by_label(ds.files["rms_db"], [ds.class_names[i] for i in ds.labels])
         typical = [f"{name}: {show_path(ds.files['path'][row])}" for name, row in ds.typical_rows().items()]
@@ -475,5 +483,5 @@ def build_report(results: Sequence[BuildResult], path: Path) -> Path:
         ),
         Section("Example spectrograms", ["\n".join(typical), mel_pictures(results[0].path)]),
     ]
-    where = show_path(results[0].path.parent)
-    return write_report(path, f"Build of {where}", card.title, sections, ok=card.ok)
+    title = f"Build of {show_path(results[0].path.parent)}"
+    return write_report(path, title, card.title, sections, ok=card.ok)

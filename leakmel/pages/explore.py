@@ -112,7 +112,10 @@ def recordings_of_scan(manifest: Manifest) -> Recordings:
     places: list[Any] = [(listing, k) for listing in manifest.listings for k in range(len(listing))]
     shown = [listing.show(k) for listing, k in places]
     kinds = manifest.problems.groupby("path")["kind"].agg(list).to_dict()
-    words = [[*x.split("+"), *kinds.get(path, ())] for path, x in zip(shown, manifest.table["status"])]
+    words = [
+        [*status.split("+"), *kinds.get(path, ())]
+        for path, status in zip(shown, manifest.table["status"], strict=True)
+    ]
     flags: list[Any] = [tuple(dict.fromkeys(word for word in x if word not in ("", "ok"))) for x in words]
     has_label = np.concatenate([listing.label_ids for listing in manifest.listings]) >= 0
     usable = (manifest.table["code"] == "") & has_label
@@ -288,7 +291,8 @@ def loudest_hz(samples: np.ndarray, spec: MelSpec, starts: np.ndarray) -> float:
     return float(hz[np.where((hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz), levels, -1).argmax()])
 
 # %% ../../nbs/pages/explore.ipynb #c8a3f780
-_BAR_PLACE = {
+_COLOR_BAR = {
+    "title": {"text": "mel level (dB)", "side": "top"},
     "orientation": "h",
     "x": 0.89,
     "xanchor": "center",
@@ -296,14 +300,15 @@ _BAR_PLACE = {
     "yanchor": "bottom",
     "len": 0.2,
     "thickness": 10,
+    "outlinewidth": 0,
+    "nticks": 4,
 }
-_COLOR_BAR = _BAR_PLACE | {"title": {"text": "mel level (dB)", "side": "top"}, "outlinewidth": 0, "nticks": 4}
 
 
 def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, **look: Any) -> Trace:
     "Return a line trace."
-    line = {"mode": "lines", "line": {"color": colour, "width": 1}}
-    return dict(type="scatter", name=name, x=f32(x), y=f32(y), **line) | look
+    line = {"color": colour, "width": 1}
+    return {"type": "scatter", "name": name, "x": f32(x), "y": f32(y), "mode": "lines", "line": line} | look
 
 
 def _wave_traces(samples: np.ndarray, spec: MelSpec, segments: range) -> list[Trace]:
@@ -314,7 +319,7 @@ def _wave_traces(samples: np.ndarray, spec: MelSpec, segments: range) -> list[Tr
     look = {"hovertemplate": "%{y:.4f} at %{x:.3f} s<extra></extra>"}
     traces = [_curve("waveform", (start + at) / spec.sample_rate, values, "#1F82C6", **look)]
     kinds = (("long segments", 1.1 * top, "#D55E00"), ("short segments", 0.85 * top, "#009E73"))
-    for (name, reach, colour), where in zip(kinds, borders(spec, segments)):
+    for (name, reach, colour), where in zip(kinds, borders(spec, segments), strict=True):
         if len(where) <= MAX_BORDERS:
             x, y = np.repeat(where / spec.sample_rate, 3), np.tile([-reach, reach, np.nan], len(where))
             traces.append(_curve(name, x, y, colour, hoverinfo="skip", zorder=-1))  # behind the waveform
@@ -370,9 +375,8 @@ def recording_figure(state: Explorer) -> "go.Figure":  # raises LeakmelError if 
         "#D55E00",
         hovertemplate="%{x:.1f} dB at %{y:.0f} Hz<extra></extra>",
     )
-    places = {(1, 1): _wave_traces(samples, spec, segments), (2, 1): [heat], (2, 2): [bands]}
-    for (row, col), traces in places.items():
-        fig.add_traces(traces, [row] * len(traces), [col] * len(traces))
+    waves = _wave_traces(samples, spec, segments)
+    fig.add_traces([*waves, heat, bands], [1] * len(waves) + [2, 2], [1] * len(waves) + [1, 2])
     _set_axes(fig, spec, segments)
     facts = state.facts
     level = f"{facts['rms_db']:.0f} dB re full scale, loudest at {loudest_hz(samples, spec, starts):,.0f} Hz"
@@ -407,8 +411,8 @@ def playback_part(state: Explorer, louder: bool = False) -> tuple[bytes, str]:
     """
     listing, k = state.facts["place"]
     start_s, stop_s = (n / state.spec.sample_rate for n in sample_range(state.spec, state.segments))
-    stop_s = min(stop_s, start_s + MAX_PLAYED_S)
-    wav, text = playback(read_wav(listing.full_path(k)), part_s=(start_s, stop_s), normalised=louder)
+    part_s = start_s, min(stop_s, start_s + MAX_PLAYED_S)
+    wav, text = playback(read_wav(listing.full_path(k)), part_s=part_s, normalised=louder)
     return wav, text if louder else f"{text}, at the recorded level"
 
 # %% ../../nbs/pages/explore.ipynb #467e46a0
@@ -441,9 +445,15 @@ def _spec_text(state: Explorer) -> str:
 def open_explorer(parameters: dict[str, Any], *, progress: str = "auto") -> Explorer:
     "Scan the recordings, apply the filter and resolve the spec; raises LeakmelError for invalid parameters."
     root, _ = find_data(parameters["data_root"], progress=progress)
-    names: dict[str, Any] = {name: parameters[name] or None for name in ("table", "columns", "pattern")}
-    recordings = recordings_of_scan(scan(root, content=True, progress=progress, **names))
-    state = Explorer(recordings, spec_changes(parameters)[0])
+    found = scan(
+        root,
+        table=parameters["table"] or None,
+        columns=parameters["columns"] or None,
+        pattern=parameters["pattern"] or None,
+        content=True,
+        progress=progress,
+    )
+    state = Explorer(recordings_of_scan(found), spec_changes(parameters)[0])
     split = split_name(parameters["split"]) or parameters["split"]
     state.filter_recordings(**{name: parameters[name] for name in FILTERS} | {"split": split})
     return state
@@ -474,11 +484,12 @@ def window_options(spec: MelSpec) -> dict[str, list[tuple[str, int]]]:
         ms, hz = (f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (1000 * n / rate, rate / n))
         return f"{ms} ms, {n:,} samples" + ("" if name == "hop_length" else f", {hz} Hz")
 
-    found = {}
-    for name, (values, limit) in _LENGTHS.items():
-        fitting = [n for n in sorted({*values, getattr(spec, name)}) if n <= getattr(spec, limit)]
-        found[name] = [(label(name, n), n) for n in fitting]
-    return found
+    return {
+        name: [
+            (label(name, n), n) for n in sorted({*values, getattr(spec, name)}) if n <= getattr(spec, limit)
+        ]
+        for name, (values, limit) in _LENGTHS.items()
+    }
 
 
 def rate_options(
@@ -686,14 +697,19 @@ class ExploreView:
 
     def show_split(self) -> None:
         "Show the mean spectra of the split, with a button that computes them again."
-        control = partial(_button, "compute the split", "190px", self.recompute)
-        self._place("split_line", "split_figure", control=control)
+        self._place(
+            "split_line",
+            "split_figure",
+            control=partial(_button, "compute the split", "190px", self.recompute),
+        )
         self.recompute()
 
     def show_spec(self) -> None:
         "Show the settings and a button that writes the spec file."
-        button = partial(_button, "write the spec file", "230px", self.write, button_style="primary")
-        self._place("written", control=button)
+        self._place(
+            "written",
+            control=partial(_button, "write the spec file", "230px", self.write, button_style="primary"),
+        )
         how = "the button" if self.controls else "view.write()"
         text = f"Not written yet; {how} writes the settings to {show_path(self.spec_path)}"
         self._show("written", status_line(text))

@@ -131,8 +131,7 @@ def styled_figure(
     "Return a figure in the common style, of traces and a layout as plotly takes them."
     import plotly.graph_objects as go
 
-    fig = go.Figure(layout=go.Layout(template=go.layout.Template()))
-    fig.add_traces(list(traces))
+    fig = go.Figure(list(traces), go.Layout(template=go.layout.Template()))
     fig = apply_style(fig, title, subtitle, height).update_layout(**layout)
     if not fig.data:  # only a title
         fig.update_xaxes(visible=False).update_yaxes(visible=False)
@@ -173,7 +172,7 @@ def _divided_bars(
             "customdata": f32(100 * values / total),
             "hovertemplate": f"%{{y}}<br>%{{fullData.name}}: {value}, %{{customdata:.1f}} %<extra></extra>",
         }
-        for (name, values), colour in zip(parts.items(), colours)
+        for (name, values), colour in zip(parts.items(), colours, strict=True)
     ]
     return styled_figure(
         traces,
@@ -236,13 +235,19 @@ def mels_by_label(
     if k == 0:
         return styled_figure([], "No recording to show", height=200)
     times, index = frame_starts_s(long_start_s, short_start_s, shape[4], hop_s)
-    flat = mels_db.transpose(0, 3, 1, 2, 4).reshape(k, n_mels, -1)[:, :, index]
-    flat = flat.astype(np.float32)  # [K, M, frames]
+    # [K, M, frames]
+    flat = mels_db.transpose(0, 3, 1, 2, 4).reshape(k, n_mels, -1)[:, :, index].astype(np.float32)
     low, high = colour_range(flat, range_db)
     n_cols, n_rows = min(k, 2), -(-k // 2)
-    spacing: Any = {"horizontal_spacing": 0.04, "vertical_spacing": 0.3 / (n_rows + 1)}
-    shared: Any = {"shared_xaxes": True, "shared_yaxes": True, "subplot_titles": names}
-    fig = styled_subplots(rows=n_rows, cols=n_cols, **shared, **spacing)
+    fig = styled_subplots(
+        rows=n_rows,
+        cols=n_cols,
+        shared_xaxes=True,
+        shared_yaxes=True,
+        subplot_titles=names,
+        horizontal_spacing=0.04,
+        vertical_spacing=0.3 / (n_rows + 1),
+    )
     for i, picture in enumerate(flat):
         trace = {
             "type": "heatmap",
@@ -259,10 +264,17 @@ def mels_by_label(
             fig.update_xaxes(title={"text": "time (s)"}, showticklabels=True, **place)
     fig.update_yaxes(title={"text": "frequency (Hz)"}, col=1)
     fig.update_annotations(font={"size": 12, "color": TEXT_COLOUR}, yshift=-1)
-    bar = {"title": {"text": "dB"}, "thickness": 12, "outlinewidth": 0}
-    fig.update_layout(coloraxis={"colorscale": "Viridis", "cmin": low, "cmax": high, "colorbar": bar})
+    fig.update_layout(
+        coloraxis={
+            "colorscale": "Viridis",
+            "cmin": low,
+            "cmax": high,
+            "colorbar": {"title": {"text": "dB"}, "thickness": 12, "outlinewidth": 0},
+        }
+    )
     note = "One recording per label, mel bands at their centre frequencies, common colour scale"
-    medians = sorted(zip(np.round(np.median(flat, axis=(1, 2))) + 0.0, names))  # without the sign of zero
+    levels = np.round(np.median(flat, axis=(1, 2))) + 0.0  # without the sign of zero
+    medians = sorted(zip(levels, names, strict=True))
     ends = " to ".join(f"{level:.0f} dB ({name})" for level, name in (medians[0], medians[-1]))
     fig = apply_style(fig, f"Median level from {ends}", note, 130 + 190 * n_rows)
     return fig.update_layout(margin={"t": fig.layout.margin.t + 20})
@@ -381,9 +393,16 @@ def spectrum_by_label(
         own = spectra[of_row == name]
         low, high = np.quantile(own, (0.1, 0.9), axis=0)
         line: Trace = {"type": "scatter", "mode": "lines" if len(hz) > 1 else "markers", "legendgroup": name}
-        area = {"line": {"width": 0}, "fill": "toself", "fillcolor": label_colour(k), "opacity": 0.2}
-        ends = {"x": f32([*hz, *hz[::-1]]), "y": f32([*low, *high[::-1]])}
-        shades.append(line | area | ends | {"showlegend": False, "hoverinfo": "skip"})
+        area = {
+            "x": f32([*hz, *hz[::-1]]),
+            "y": f32([*low, *high[::-1]]),
+            "line": {"width": 0},
+            "fill": "toself",
+            "fillcolor": label_colour(k),
+            "opacity": 0.2,
+            "showlegend": False,
+            "hoverinfo": "skip",
+        }
         mean_line = {
             "name": f"{shown[k]} ({len(own):,})",
             "x": f32(hz),
@@ -391,6 +410,7 @@ def spectrum_by_label(
             "line": {"color": label_colour(k), "width": 2.2, "dash": _DASHES[k % len(_DASHES)]},
             "hovertemplate": "%{fullData.name}: %{y:.1f} dB at %{x:,.0f} Hz<extra></extra>",
         }
+        shades.append(line | area)
         lines.append(line | mean_line)
     more = f"; the {MOST_LABELS} largest of {len(names)} labels" if len(names) > MOST_LABELS else ""
     means = np.stack([spectra[of_row == name].mean(0) for name in kept])  # [K, M]
@@ -447,11 +467,9 @@ def batch_timeline(timeline: Timeline, split: str | None = None) -> "go.Figure":
         bars = [s for lane, own in by_lane.items() for s in merge_lanes(own, lane, n_slices=n_slices)]
         how = f"each of {n_slices} slices of a lane shows how much of it the lane spent in each stage"
     busy = sum(covered_s(s for s in own if s.stage != "wait") for own in by_lane.values()) / (seconds or 1)
-    traces: list[Trace] = []
-    for stage in [x for x in STAGES if any(s.stage == x for s in bars)]:
-        own = [s for s in bars if s.stage == stage]
-        moved = [f"{s.n_files:,} files<br>{s.n_bytes / 1e6:.2f} MB" for s in own]
-        bar = {
+    by_stage = {stage: [s for s in bars if s.stage == stage] for stage in STAGES}
+    traces = [
+        {
             "type": "bar",
             "name": _STAGE_NAMES[stage],
             "orientation": "h",
@@ -460,11 +478,15 @@ def batch_timeline(timeline: Timeline, split: str | None = None) -> "go.Figure":
             "base": f32([s.start_s for s in own]),
             "customdata": f32([1000 * s.seconds for s in own]),
             "marker": {"color": STAGE_COLORS[stage], "line": {"width": 0}},
-            "hovertext": [f"{plain_text(s.split)} batch {s.batch}<br>{m}" for s, m in zip(own, moved)],
+            "hovertext": [
+                f"{plain_text(s.split)} batch {s.batch}<br>{s.n_files:,} files<br>{s.n_bytes / 1e6:.2f} MB"
+                for s in own
+            ],
             "hovertemplate": "%{fullData.name}: %{customdata:.2f} ms from %{base:.3f} s<br>%{hovertext}<extra></extra>",
         }
-        traces.append(bar)
-    ticks = {"tickvals": list(range(len(lanes))), "ticktext": [plain_text(lane) for lane in lanes]}
+        for stage, own in by_stage.items()
+        if own
+    ]
     return styled_figure(
         traces,
         f"{busy:.1f} of {len(lanes)} lanes busy on average over {seconds_text(seconds)}",
@@ -473,7 +495,12 @@ def batch_timeline(timeline: Timeline, split: str | None = None) -> "go.Figure":
         barmode="overlay",
         bargap=0.25,
         xaxis={"title": {"text": "time since the run began (s)"}},
-        yaxis=ticks | {"range": [len(lanes) - 0.5, -0.5], "showgrid": False},
+        yaxis={
+            "tickvals": list(range(len(lanes))),
+            "ticktext": [plain_text(lane) for lane in lanes],
+            "range": [len(lanes) - 0.5, -0.5],
+            "showgrid": False,
+        },
     )
 
 # %% ../../nbs/pages/plots.ipynb #4898d638

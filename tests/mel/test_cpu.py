@@ -67,7 +67,7 @@ def test_every_fft_length_equals_reference_and_torch(n_fft: int, preset: str) ->
     batch = np.stack(list(signals(spec).values()))
     with open_engine("cpu", spec) as ours, open_engine("torch", spec, device="cpu") as theirs:
         got, other = features(ours, batch), features(theirs, batch)
-    for name, mine, torchs, x in zip(signals(spec), got, other, batch):
+    for name, mine, torchs, x in zip(signals(spec), got, other, batch, strict=True):
         right = reference_features(x, spec)
         verdict = compare(mine, right, spec)
         assert verdict.ok, f"{name}: {verdict}"

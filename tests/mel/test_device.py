@@ -243,8 +243,8 @@ def test_mixed_batches_in_one_submit() -> None:
         strided = recordings(10, 3)[::2]
         outs = [np.full((len(a), *TINY.row_shape), np.nan, np.float32) for a in (x, wide, x[:0], strided)]
         lane = engine.open_lane()
-        tickets = lane.submit(list(zip((x, wide, x[:0], strided), outs)))
-        for ticket, a, out in zip(tickets, (x, wide, x[:0], strided), outs):
+        tickets = lane.submit(list(zip((x, wide, x[:0], strided), outs, strict=True)))
+        for ticket, a, out in zip(tickets, (x, wide, x[:0], strided), outs, strict=True):
             assert np.array_equal(ticket.wait(), moments_of(a))
             assert np.array_equal(ticket.wait(), moments_of(a)), "waiting twice is the same"
             assert np.array_equal(out, right_rows(a))
@@ -493,9 +493,9 @@ def test_wrong_graph_is_detected(
             return lambda: (_ for _ in ()).throw(RuntimeError("no such graph"))
         return lambda: None if fault == "does nothing" else _nudged(fn)
 
-    def _nudged(fn: Callable[[], object]) -> None:
+    def _nudged(fn: Any) -> None:
         fn()
-        inspect.getclosurevars(fn).nonlocals["mels"][0, 0].add_(1)
+        fn.func.__self__.mels[0, 0].add_(1)  # of the buffers whose launch was captured
 
     monkeypatch.setattr(FakeDevice, "capture", capture)
     if fault == "cannot be replayed":  # an error on the device: nothing can be trusted any more
@@ -838,7 +838,9 @@ def test_torch_rows_do_not_depend_on_batches(device: str, changes: dict[str, Any
         self_check(engine)
         for i in range(len(x)):
             engine.run(x[i : i + 1], alone[i : i + 1])
-    for options, size, accumulation, n in zip(HARD, (1, 7, 20, 5, 21), (4, 1, 1, 3, 2), (1, 2, 1, 3, 1)):
+    for options, size, accumulation, n in zip(
+        HARD, (1, 7, 20, 5, 21), (4, 1, 1, 3, 2), (1, 2, 1, 3, 1), strict=True
+    ):
         devices = on_device(device, n)
         with TorchEngine(spec, device=devices, options=options) as engine:
             check_batches(engine, x, alone, size, accumulation)

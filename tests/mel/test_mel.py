@@ -145,7 +145,7 @@ def check_parity(name: str, device: str, spec: MelSpec) -> None:
     with opened(name, device, spec) as engine:
         got = features(engine, batch)
         same = features(engine, (batch / np.float32(32_768)).astype(np.float32))
-    for signal, row, x in zip(made, got, batch):
+    for signal, row, x in zip(made, got, batch, strict=True):
         verdict = compare(row, reference_features(x, spec), spec)
         assert verdict.ok, f"{signal}: {verdict}"
     assert np.array_equal(got, same), "16-bit samples and the same numbers as float32"
@@ -402,7 +402,7 @@ def test_threads_change_no_bit(name: str, device: str) -> None:
                 t.start()
             for t in threads:
                 t.join()
-            for mine, alone in zip(got, right):
+            for mine, alone in zip(got, right[:together], strict=True):
                 assert np.array_equal(mine, alone)
 
 
@@ -646,7 +646,7 @@ scales = each(("scale", "norm"), [("htk", None), ("htk", "slaney"), ("slaney", N
 def filters(*values: Any) -> Any:
     "The settings of a filter bank alone, in the order of the tables of this file."
     names = ("sample_rate", "n_fft", "n_mels", "f_min_hz", "top_hz", "mel_scale", "mel_norm")
-    return SimpleNamespace(**dict(zip(names, values)))
+    return SimpleNamespace(**dict(zip(names, values, strict=True)))
 
 
 @scales
@@ -792,11 +792,11 @@ def test_the_tolerance_can_fail(preset: str, fault: str, monkeypatch: pytest.Mon
     assert not verdict.ok, verdict
 
 
-def test_the_worst_value_is_named() -> None:
+def test_a_wrong_value_is_counted_and_measured() -> None:
     spec = MelSpec.preset("disjoint", duration_s=1)
     right = reference_features(realistic_noise(spec), spec)
     verdict = compare(_nudge(right.db, 0.5), right, spec)
-    assert (verdict.n_wrong, verdict.worst) == (1, (1, 1, 7, 0))
+    assert verdict.n_wrong == 1
     assert verdict.max_abs_db == pytest.approx(0.5)
 
 
@@ -807,12 +807,11 @@ def test_each_recording_is_judged_alone() -> None:
     rows = [right.db, _nudge(right.db, 0.5), _nudge(right.db, np.nan), _nudge(right.db, -np.inf)]
     bounds = Bounds(*(np.stack([x] * len(rows)) for x in bounds_of(right, spec)))
     verdicts = compare_each(np.stack(rows).astype(np.float32), bounds)
-    for verdict, row in zip(verdicts, rows):
+    for verdict, row in zip(verdicts, rows, strict=True):
         alone = compare(row.astype(np.float32), right, spec)
         assert replace(verdict, mean_db=0) == replace(alone, mean_db=0)
         assert verdict.mean_db == pytest.approx(alone.mean_db, abs=1e-12)
     assert [v.n_wrong for v in verdicts] == [0, 1, 1, 1]
-    assert [v.worst for v in verdicts[1:]] == [(1, 1, 7, 0)] * 3
     assert all(v.max_abs_db < 1e-4 for v in (verdicts[0], *verdicts[2:])), "only finite values are measured"
 
 

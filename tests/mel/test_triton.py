@@ -185,7 +185,7 @@ def check_parity(compute: Compute, spec: MelSpec, made: dict[str, np.ndarray], *
     "All signals in one batch, each row against the reference; the same bits from float32 samples."
     batch = np.stack(list(made.values()))
     got = compute(spec, batch, **launch)
-    for signal, row, x in zip(made, got, batch):
+    for signal, row, x in zip(made, got, batch, strict=True):
         verdict = compare(row, reference_features(x, spec), spec)
         assert verdict.ok, f"{signal}: {verdict}"
     same = compute(spec, (batch / np.float32(32_768)).astype(np.float32), **launch)
@@ -582,7 +582,7 @@ def test_machine_code_for_other_gpus(capability: int, which: str, request: pytes
         found = request.getfixturevalue("compiled_presets")[capability]
     assert found[0]["shared"] < 1024
     assert found[0]["stack"] == 0
-    for (name, samples), one in zip(cases, found[1:]):
+    for (name, samples), one in zip(cases, found[1:], strict=True):
         output = f"{name}, {samples}: {one}"
         assert one["shared"] <= SHARED[capability], output
         assert one["wgmma" if capability == 90 else "mma"] > 0, output
@@ -614,7 +614,7 @@ def test_kernel_for_all_supported_gpus_has_no_trap(
     else:
         found = cross_compiled(cases, folder)
     assert len(found) == len(cases)
-    for case, one in zip(cases, found):
+    for case, one in zip(cases, found, strict=True):
         output = f"{case['capability']}, {case['samples']}: {one}"
         tensor_cores = one["mma"] + one["wgmma"] + one["tcgen05"]
         assert one["refused"] == (one["traps"] > 0 or not tensor_cores), output

@@ -46,7 +46,7 @@ def random_timeline(n_spans: int, seed: int, n_lanes: int = 5, splits=("A", "B",
     rng = np.random.default_rng(seed)
     starts, lengths = rng.uniform(0, 60, n_spans), rng.exponential(0.5, n_spans)
     timeline = Timeline()
-    for i, (start, length) in enumerate(zip(starts, lengths)):
+    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         stage, lane, split = (
             STAGES[rng.integers(len(STAGES))],
             f"lane-{rng.integers(n_lanes)}",
