@@ -104,7 +104,10 @@ def test_faulty_set_with_a_given_spec(faulty, tmp_path, engine):
         assert r.rows + len(r.rejections) == r.found == len(walk(faulty / r.split))
         assert lm.verify(r.path, root=faulty, sample=None).ok
     got = content(results[0].path)
-    reasons = {os.fsdecode(p).split("~")[1]: c for p, c in zip(got["rejected/path"], got["rejected/code"])}
+    reasons = {
+        os.fsdecode(p).split("~")[1]: c
+        for p, c in zip(got["rejected/path"], got["rejected/code"], strict=True)
+    }
     assert reasons == {
         "F00": b"empty",
         "F01": b"empty",
@@ -113,13 +116,17 @@ def test_faulty_set_with_a_given_spec(faulty, tmp_path, engine):
         "F09": b"nonfinite",
         "F13": b"no_label",
     }
-    status = {os.fsdecode(p).split("~")[1]: s for p, s in zip(got["files/path"], got["files/status"])}
+    status = {
+        os.fsdecode(p).split("~")[1]: s for p, s in zip(got["files/path"], got["files/status"], strict=True)
+    }
     assert {k: v for k, v in status.items() if v != b"ok"} == {
         "F04": b"resampled",
         "F05": b"identical_channels",
         "F06": b"padded",
     }
-    silent = {os.fsdecode(p).split("~")[1] for p, s in zip(got["files/path"], got["files/silent"]) if s}
+    silent = {
+        os.fsdecode(p).split("~")[1] for p, s in zip(got["files/path"], got["files/silent"], strict=True) if s
+    }
     assert "F08" in silent
     assert all(m.endswith(b")") or m[0:1].islower() for m in got["rejected/message"])
 

@@ -150,10 +150,10 @@ def test_wrong_rejections_prevent_publication(data, tmp_path, monkeypatch):
 def test_a_wrong_reason_is_a_problem(data, tmp_path, name, code, words):
     path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
     paths, codes = rejected_of(path)
-    set_column(path, code=[code if p == name else c for p, c in zip(paths, codes)])
+    set_column(path, code=[code if p == name else c for p, c in zip(paths, codes, strict=True)])
     report = lm.verify(path, root=data)
     assert [p for p in report.problems if words in p and os.fsdecode(name) in p] == report.problems != []
-    set_column(path, code=[b"changed" if p == name else c for p, c in zip(paths, codes)])
+    set_column(path, code=[b"changed" if p == name else c for p, c in zip(paths, codes, strict=True)])
     assert lm.verify(path, root=data).ok, "it may have been in the middle of a write"
 
 

@@ -797,7 +797,7 @@ def test_wrong_rows_are_not_published(tmp_path, data, old, monkeypatch, wrong):
 @ANY_LAYOUT
 def test_symmetric_window_is_not_published(tmp_path, data, old, monkeypatch):
     def symmetric(engine, samples, out):
-        for x, row in zip(samples, out):
+        for x, row in zip(samples, out, strict=True):
             row[...] = log_mel(x / 32_768, engine.spec.to_dict(), periodic=False)
 
     corrupting_engine(monkeypatch, symmetric)

@@ -38,7 +38,7 @@ TEN_SECONDS = 40_960
 def recordings(tmp_path_factory) -> Path:
     "Three splits of 10-s recordings at 4,096 Hz, 16 bit, quiet ones and loud ones; in each split one file that is none."
     root = tmp_path_factory.mktemp("layout") / "data"
-    for s, (split, n) in enumerate(zip(SPLITS, (9, 4, 3))):
+    for s, (split, n) in enumerate(zip(SPLITS, (9, 4, 3), strict=True)):
         for k in range(n):
             label = LABELS[(k + s) % 3]
             (root / split / label).mkdir(parents=True, exist_ok=True)
@@ -403,7 +403,7 @@ def cut(x: np.ndarray, long: int, long_hop: int, short: int, short_hop: int) -> 
 def test_waveforms_are_the_recordings_samples_in_full_scale(recordings, waved):
     for split in SPLITS:
         got = content(waved / f"{split}_DATASET.H5")
-        for path, waves in zip(got["files/path"].tolist(), got["segments_waveform"]):
+        for path, waves in zip(got["files/path"].tolist(), got["segments_waveform"], strict=True):
             x = np.frombuffer((recordings / split / os.fsdecode(path)).read_bytes()[44:], "<i2")
             assert (waves == cut(x / 32_768, 1024, 1024, 512, 512)).all()
             assert np.abs(waves).max() <= 1
@@ -442,7 +442,7 @@ def test_waveforms_equal_the_conformed_samples(tmp_path, make_wav, engine, compr
         )
         got = content(r.path)
         assert got["segments_waveform"].shape == (6, 7, 3, 512)
-        for path, waves in zip(got["files/path"].tolist(), got["segments_waveform"]):
+        for path, waves in zip(got["files/path"].tolist(), got["segments_waveform"], strict=True):
             x = fit(*read(os.fsencode(root) + b"/" + path), spec.to_dict()).astype(np.float32)
             assert (waves == cut(x, 1024, 512, 512, 256)).all(), path
     with lm.open_dataset(r.path) as ds:
@@ -558,7 +558,7 @@ def test_both_definitions_by_spec(recordings, tmp_path, engine, name, settings, 
     r = lm.build(recordings, split="validation", out=tmp_path / "x.h5", spec=spec, engine=engine, **QUIET)
     got = content(r.path)
     assert got["segments_mel"].shape == (4, *shape)
-    for path, row in zip(got["files/path"].tolist(), got["segments_mel"]):
+    for path, row in zip(got["files/path"].tolist(), got["segments_mel"], strict=True):
         x = fit(*read(os.fsencode(recordings / "VALIDATION") + b"/" + path), settings)
         assert off(row, log_mel(x, settings)) <= 0
         assert off(row, decibels_by_librosa(x, settings)) <= 0

@@ -328,7 +328,7 @@ def test_a_resumed_build_reads_replaced_objects_again(own_url, demo, served, tmp
     first = sorted({key for key in served.gets if "TRAINING/LEAK" in key and "~F" not in key})
     bodies = {key: (demo / key.partition("/")[2]).read_bytes() for key in first}
     same = [key for key in first if len(bodies[key]) == len(bodies[first[0]])]
-    for key, other in zip(same[:4], same[4:8]):
+    for key, other in zip(same[:4], same[4:8], strict=True):
         served.put(key, bodies[other])
     made = lm.build(own_url, split="training", out=out, spec=SPEC, pipeline=config, check=0, **QUIET)
     assert made.summary["resumed_rows"] > 0

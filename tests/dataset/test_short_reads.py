@@ -235,7 +235,7 @@ print(json.dumps([open(sys.argv[2]).read().count("\\n"), dict(zip(scores["path"]
     lines, scores = child(body, library, tmp_path, limit, str(data), str(tmp_path / "labels.csv"), str(saved))
     right = lm.predict(data, saved, device="cpu", progress="none").table
     assert lines == 4
-    assert scores == dict(zip(right["path"], right["score"]))
+    assert scores == dict(zip(right["path"], right["score"], strict=True))
 
 
 @each("k", [1, 3, 10_000])

@@ -269,12 +269,12 @@ def flip_a_bit(engine, out, samples) -> None:
 
 
 def other_scale(engine, out, samples) -> None:
-    for x, row in zip(samples, out):
+    for x, row in zip(samples, out, strict=True):
         row[...] = log_mel(x / 32_768, engine.spec.to_dict() | {"mel_scale": "slaney"})
 
 
 def symmetric_window(engine, out, samples) -> None:
-    for x, row in zip(samples, out):
+    for x, row in zip(samples, out, strict=True):
         row[...] = log_mel(x / 32_768, engine.spec.to_dict(), periodic=False)
 
 
