@@ -429,16 +429,15 @@ def choose_engine(
         if device == "auto":
             why = "no GPU is visible (no CUDA driver, or CUDA_VISIBLE_DEVICES hides every GPU)"
         return EngineChoice(tuple(order), f"engine auto takes {order[0][0]}, because {why}.")
-    found = engine_costs(spec, has_gpu=has_gpu, rates=(find_tuned(root) or {}).get("rates"))
-    costs = {(c.engine, c.device): c for c in found}
+    rates = (find_tuned(root) or {}).get("rates")
+    costs = {(c.engine, c.device): c for c in engine_costs(spec, has_gpu=has_gpu, rates=rates)}
 
     def time_of(c: EngineCost) -> str:
         return f"{c.seconds(n_files):.1f} s by {c.engine} on {c.device} ({c.start_s:g} s of start-up, then {c.files_per_s:,.0f} files/s, {c.source})"
 
     seconds = {x: costs[_kind_of(x)].seconds(n_files) if _kind_of(x) in costs else math.inf for x in order}
-    cpu, torch = ("cpu", "cpu"), ("torch", "cpu")
-    if cpu in seconds and torch in seconds:  # equal times leave the order of the candidates, cpu first
-        seconds[torch] = max(seconds[torch], seconds[cpu])
+    if ("torch", "cpu") in seconds:  # equal times leave the order of the candidates, cpu first
+        seconds["torch", "cpu"] = max(seconds["torch", "cpu"], seconds.get(("cpu", "cpu"), 0.0))
     order.sort(key=seconds.__getitem__)
     best = costs[_kind_of(order[0])]
     # the other kind of device, if one of its engines has a figure

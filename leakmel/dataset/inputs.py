@@ -91,7 +91,6 @@ class SpecDecision:
     "Spec of a build, and how the recordings fit it."
 
     spec: MelSpec
-    inferred: tuple[str, ...]  # "sample_rate", "duration_s": inferred from the recordings
     headers: np.ndarray  # [k, 3] int64: rate in Hz, samples, label number of each header that was read
     n_recordings: int  # labelled recordings
     reason: str = "as given"  # where rate and length come from
@@ -189,15 +188,13 @@ def propose_specs(
     wanted = [(common, no_padding), (lowest, no_padding), (common, round(typical, 2))]
     if lowest > PRESET_RATE:
         wanted.insert(1, (PRESET_RATE, min(10.0, no_padding)))
-    found: list[tuple[dict[str, Any], MelSpec]] = []
+    found = dict[tuple[float, ...], tuple[dict[str, Any], MelSpec]]()  # each rate and length once
     for rate, duration_s in wanted:
         proposal = {"sample_rate": rate, "duration_s": duration_s}
         proposal |= {name: given[name] for name in proposal if name in given}
         with suppress(errors.SpecError):
-            spec = _spec_of_settings(given | proposal)
-            if all(proposal != other for other, _ in found):
-                found.append((proposal, spec))
-    return found[:3]
+            found[tuple(proposal.values())] = proposal, _spec_of_settings(given | proposal)
+    return list(found.values())[:3]
 
 
 _LARGEST_CHANGE = 0.5  # of all samples, cut or added where rate and length have no majority
@@ -209,12 +206,9 @@ def _changed_share(headers: np.ndarray, spec: MelSpec) -> float:
     return float(np.abs(seconds - spec.duration_s).sum() / seconds.sum())
 
 
-def _fits_most(headers: np.ndarray, given: dict[str, Any]) -> dict[str, Any] | None:
-    "Return the first proposal that rejects no recording and changes at most half of the samples."
-    for proposal, spec in propose_specs(headers, given):
-        if not count_changes(headers, spec)["rejected"] and _changed_share(headers, spec) <= _LARGEST_CHANGE:
-            return proposal
-    return None
+def _fits_most(headers: np.ndarray, spec: MelSpec) -> bool:
+    "Return whether a spec rejects no recording and changes at most half of the samples."
+    return not count_changes(headers, spec)["rejected"] and _changed_share(headers, spec) <= _LARGEST_CHANGE
 
 
 def _options_of(headers: np.ndarray, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -319,18 +313,17 @@ def decide_spec(
     if inferred:
         folder = listings[0].folder
         if not len(headers):
-            command = f"leakmel scan {shlex.quote(errors.show_path(folder))} --content"
             raise errors.DataError(
                 "none of the recordings can be read",
                 code="nothing-readable",
                 path=folder,
-                remedy=f"run `{command}`, which lists the problems of each recording",
+                remedy=f"run `leakmel scan {shlex.quote(errors.show_path(folder))} --content`, which lists the problems of each recording",
             )
         usable = _long_enough(headers, given)
         values = {"sample_rate": usable[:, 0].tolist(), "duration_s": (usable[:, 1] / usable[:, 0]).tolist()}
-        most, n_most = Counter(zip(*(values[name] for name in inferred))).most_common(1)[0]
+        most, n_most = Counter(zip(*(values[name] for name in inferred), strict=True)).most_common(1)[0]
         if 2 * n_most > len(usable):
-            given |= dict(zip(inferred, most))
+            given |= dict(zip(inferred, most, strict=True))
             what = " and ".join(names[x] for x in inferred)
             reason = f"{what} of {n_most:,} of {len(headers):,} recordings"
         elif "duration_s" in inferred and (similar := _similar_length(usable)):
@@ -343,14 +336,15 @@ def decide_spec(
             given["duration_s"] = shortest
         else:
             known = {k: v for k, v in given.items() if v is not None}
-            if (usual := _fits_most(usable, known)) is None:
+            fitting = (x for x, proposed in propose_specs(usable, known) if _fits_most(usable, proposed))
+            if (usual := next(fitting, None)) is None:
                 raise _no_majority_error(usable, known, folder)
             has_majority = False
             given |= usual
             share = _changed_share(usable, _spec_of_settings(given))
             reason = f"no majority has the same {' and '.join(names[x] for x in inferred)}, {100 * share:.0f} % of the samples are cut or added"
     decided = spec if isinstance(spec, MelSpec) else _spec_of_settings(given)
-    return SpecDecision(decided, inferred, headers, n_recordings, reason, has_majority)
+    return SpecDecision(decided, headers, n_recordings, reason, has_majority)
 
 # %% ../../nbs/dataset/inputs.ipynb #1ea1fb4b
 def check_target(
@@ -405,18 +399,19 @@ def check_target(
 def _missing_labels(manifest: Manifest) -> list[str]:
     found = np.concatenate([x.label_ids for x in manifest.listings])
     counts = np.bincount(found[found >= 0], minlength=len(manifest.label_names))
-    return [name for name, n in zip(manifest.label_names, counts.tolist()) if n == 0]
+    return [name for name, n in zip(manifest.label_names, counts.tolist(), strict=True) if n == 0]
 
 
 def _labels_without_recordings(manifest: Manifest) -> list[str]:
     "Return the labels without recordings in the data folder, of which the manifest may list a part."
-    missing = _missing_labels(manifest)
-    if missing:  # other splits, or other parts, may have some: the first recording of a label is enough
-        folders = [*split_folders(manifest.root).values()] or [manifest.root]
-        missing = [x for x in missing if not any(holds_recording(folder / x) for folder in folders)]
-    if missing:  # their recordings may lie behind links
-        missing = _missing_labels(scan(manifest.root, pattern=manifest.naming.pattern or None))
-    return missing
+    if not (missing := _missing_labels(manifest)):
+        return []
+    # other splits, or other parts, may have some: the first recording of a label is enough
+    folders = [*split_folders(manifest.root).values()] or [manifest.root]
+    if all(any(holds_recording(folder / label) for folder in folders) for label in missing):
+        return []
+    # their recordings may lie behind links
+    return _missing_labels(scan(manifest.root, pattern=manifest.naming.pattern or None))
 
 
 def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataError
@@ -464,8 +459,8 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             path=manifest.root,
             remedy="rename one of them; label names are stored as text",
         )
-    missing = _labels_without_recordings(manifest) if by_folder else []  # other labels come from recordings
-    if missing:
+    # labels that are not folders come from recordings
+    if by_folder and (missing := _labels_without_recordings(manifest)):
         raise errors.DataError(
             f"labels have no recordings in any split: {', '.join(map(errors.show_path, missing))}",
             code="empty-label",
@@ -494,10 +489,10 @@ def checked_inputs(manifest: Manifest, targets: Sequence[Target], spec: SpecLike
     if manifest.names is None:
         require_same_table(manifest.table_path, manifest.table_digest)
     try:
-        for listing, path in targets:
-            check_target(path, manifest.root)
-            check_listing(listing, manifest)
-        decision = decide_spec(spec, [listing for listing, _ in targets])
+        for target in targets:
+            check_target(target.path, manifest.root)
+            check_listing(target.listing, manifest)
+        decision = decide_spec(spec, [target.listing for target in targets])
         if not decision.has_majority:
             log.warning(
                 "The recordings differ: %s (%s). Other values: --sample-rate, --duration-s",
@@ -584,10 +579,9 @@ def propose_build(
         if manifest.content is None:  # else the problems of the content name them
             cautions += _tied_headers(decision, [errors.show_path(name) for name in manifest.label_names])
     except UnicodeDecodeError:
-        reason = "the name of the folder is not valid UTF-8, so no command can be shown"
-        return BuildProposal("", (), reason, groups, tuple(cautions))
+        command, reason = "", "the name of the folder is not valid UTF-8, so no command can be shown"
     except errors.LeakmelError as e:
-        return BuildProposal("", (), str(e), groups, tuple(cautions))
+        command, reason = "", str(e)
     return BuildProposal(command, tuple(alternatives), reason, groups, tuple(cautions))
 
 

@@ -12,9 +12,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,6 @@ from leakmel.recordings.problems import Columns
 from leakmel.recordings.wav import digest_of
 
 log = logging.getLogger("leakmel")
-JOINED = ".joined"  # suffix of a part whose rows have been moved to the data set of all parts
 
 # %% ../../nbs/dataset/job.ipynb #8a081abd
 def waveform_shape(spec: MelSpec) -> tuple[int, int, int]:  # L, S, short_window
@@ -139,9 +138,8 @@ class Parts:
     "Files of the parts of a data set."
 
     n_parts: int
-    # in order, each when it is complete: a data set, .empty: no row, or .joined: joined before; whether this run built it
+    # in order, each when it is complete: a data set, or .empty: no row; whether this run built it
     files: Iterator[tuple[Path, bool]]
-    keep: bool = False  # keep the files after their rows are copied
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -185,6 +183,7 @@ class Job:
         n = len(listing)
         self.read_back = read_back
         self.listing = listing
+        self.named_by_folders = listing.parts is None and listing.naming.source == "folders"
         self.spec = spec
         self.file = file
         self.split = target.split
@@ -232,7 +231,7 @@ class Job:
 
     def parse_names(self) -> None:
         "Compute what depends on the names of all candidates while they are read, so that it does not follow the last row."
-        if self.listing.parts is None and self.listing.naming.source == "folders":
+        if self.named_by_folders:
             self.named = schema.name_columns(self.listing.paths)
 
     def take(self, slot: loader.Slot) -> tuple[int, bool]:
@@ -313,16 +312,13 @@ class Job:
 _FACT_COLUMNS = ("sample_rate", "n_samples", "channels", "digest", *(FIGURES.names or ()))
 
 # %% ../../nbs/dataset/job.ipynb #b493b564
-def _name_columns(job: Job, keep: np.ndarray, paths: list[bytes]) -> dict[str, np.ndarray]:
+def _name_columns(job: Job, paths: list[bytes]) -> dict[str, np.ndarray]:
     "Return the parsed names of the rows; each column is as wide as its longest text."
-    listing = job.listing
-    named = job.named
-    job.named = None
-    if named is not None:
-        return named if len(keep) == len(listing) else schema.rows_of_names(named, keep)
-    if listing.parts is not None or listing.naming.source != "folders":
-        return schema.name_columns(paths, list(map(listing.names.__getitem__, keep)))
-    return schema.name_columns(paths)
+    named, job.named = job.named, None
+    if named is None:
+        names = None if job.named_by_folders else list(compress(job.listing.names, job.good))
+        return schema.name_columns(paths, names)
+    return named if job.good.all() else schema.rows_of_names(named, np.flatnonzero(job.good))
 
 
 def job_metadata(
@@ -331,21 +327,18 @@ def job_metadata(
 ) -> schema.Metadata:
     "Return the metadata of a job's data set; release the facts that have become columns."
     listing = job.listing
-    keep = np.flatnonzero(job.good)
-
-    def rows(values: np.ndarray) -> np.ndarray:
-        return values if len(keep) == len(listing) else values[keep]
-
-    paths = listing.paths if len(keep) == len(listing) else [listing.paths[k] for k in keep.tolist()]
+    # of all candidates a view: nothing is copied
+    rows: Any = slice(None) if job.good.all() else np.flatnonzero(job.good)
+    paths = listing.paths if job.good.all() else list(compress(listing.paths, job.good))
     columns = {"path": schema.byte_column(paths)}
     if not run.manifest.part_of:  # the join parses the names, and reads the table
-        columns |= _name_columns(job, keep, paths)
+        columns |= _name_columns(job, paths)
         columns |= schema.extra_columns(
-            {n: [texts[k] for k in keep.tolist()] for n, texts in listing.extra.items()}
+            {name: list(compress(texts, job.good)) for name, texts in listing.extra.items()}
         )
-    columns["encoding"] = loader.words_of(rows(job.facts["encoding"]), loader.ENCODINGS)
-    columns["status"] = loader.words_of(rows(job.facts["status"]), loader.STATUSES)
-    columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
+    columns["encoding"] = loader.words_of(job.facts["encoding"][rows], loader.ENCODINGS)
+    columns["status"] = loader.words_of(job.facts["status"][rows], loader.STATUSES)
+    columns |= {name: job.facts[name][rows] for name in _FACT_COLUMNS}
     columns["silent"] = columns["silent"].astype(np.uint8)
     attributes = schema.root_attributes(
         job.spec,
@@ -353,17 +346,17 @@ def job_metadata(
         run.fingerprint,
         run.manifest.label_names,
         listing.split,
-        len(keep),
+        len(paths),
         listing.naming,
     )
     meta = schema.Metadata(
         job.spec,
         attributes,
-        rows(listing.label_ids),
+        listing.label_ids[rows],
         columns,
-        rows(job.row_digests),
+        job.row_digests[rows],
         tuple(sorted(job.rejected, key=lambda r: r.path)),
-        None if job.waveform_digests is None else rows(job.waveform_digests),
+        None if job.waveform_digests is None else job.waveform_digests[rows],
     )
     job.facts = job.facts[:0].copy()
     job.row_digests = job.row_digests[:0].copy()
@@ -420,16 +413,15 @@ def _restore_places(
     if not (shifted.size and file.match_digests(int(shifted[0]), known["digest"][shifted]).all()):
         return  # they were not moved
     begins = part_offsets(len(numbers), file.row_shape, file.waveform_shape)
-    for (name, goal, n_bytes), begin in reversed(
-        [*zip(file.parts, begins)]
-    ):  # waveforms first: rows take their place
+    # waveforms first: rows take their place; a file without waveforms does not use their offset
+    for (name, goal, n_bytes), begin in reversed([*zip(file.parts, begins, strict=False)]):
         runs = schema.consecutive_runs(numbers, places, most=max(1, _READ_TOGETHER // n_bytes))
         for run in reversed([*runs]):  # no item is written over another one
             items = np.empty((run.stop - run.start, n_bytes), np.uint8)
             with suppress(errors.VerifyError):  # the file was cut: the digests differ
                 read_at(file.fd, items, begin + run.start * n_bytes)
             fine = digests_of(items) == known[name][run]
-            for number, item in zip(numbers[run][fine].tolist(), items[fine]):
+            for number, item in zip(numbers[run][fine].tolist(), items[fine], strict=True):
                 write_at(file.fd, item.data, goal + number * n_bytes)
 
 
@@ -453,9 +445,12 @@ def _resume_rows(job: Job, journal: Journal) -> None:  # raises OSError
 
 # %% ../../nbs/dataset/job.ipynb #9038ab8a
 def _copy_rows(
-    job: Job, existing: ExistingDataset
-) -> np.ndarray:  # [k] KNOWN; raises OSError, and what HDF5 raises
+    job: Job,
+    existing: ExistingDataset,
+    begin: int = 0,  # number of its first candidate in the job
+) -> None:  # raises OSError, and what HDF5 raises
     "Copy the rows of unchanged recordings that the job lacks from the existing data set."
+    existing.known["number"] += begin
     file, left = job.file, ~job.kept[existing.known["number"]]
     known, places = existing.known[left], existing.places[left]
     fine = np.ones(len(known), bool)
@@ -480,7 +475,8 @@ def _copy_rows(
                         fine[run] = job.matched[first : first + n] = file.match_digests(first, right)
                     else:
                         fine[run] &= digests_of(block) == right
-    return known[fine]
+    job.keep(known[fine], existing.rejected, existing.numbers + begin)
+    job.n_copied += int(fine.sum())
 
 # %% ../../nbs/dataset/job.ipynb #9fcc0fed
 _LEFTOVERS = ".{}.partial .{}.partial.gz .{}.journal .{}.timeline.json.new .{}.report.json.new ..{}.state.new"
@@ -503,8 +499,8 @@ def _new_job(run: BuildContext, target: Target, start: str) -> Job:
 def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset | None) -> Job | None:
     "Return a completed job if the existing data set is up to date and passes verification, else None."
     path = target.path
-    is_packed = run.request.config.compression == "gzip"
-    if existing is None or existing.compressed != is_packed or existing.changes["removed"]:
+    wants_gzip = run.request.config.compression == "gzip"
+    if existing is None or existing.compressed != wants_gzip or existing.changes["removed"]:
         return None
     job = _new_job(run, target, "none")
     job.keep(existing.known, existing.rejected, existing.numbers)
@@ -583,12 +579,11 @@ def _keep_rows(
         if existing is not None:
             with run.timeline.span("write", "main", split=job.split) as moved:
                 try:
-                    copied = _copy_rows(job, existing)
+                    _copy_rows(job, existing)
                 except Exception as e:
                     raise schema.machine_fault(e, existing.path) from e.__cause__
-                moved.n_files = job.n_copied = len(copied)
+                moved.n_files = job.n_copied
             job.changes = existing.changes
-            job.keep(copied, existing.rejected, existing.numbers)
         if job.n_done:
             log.info(
                 "%s: of %d rows, %d are resumed from an interrupted build and %d copied from the data set",
@@ -597,43 +592,24 @@ def _keep_rows(
                 job.n_resumed,
                 job.n_copied,
             )
-    bad = [r for r in job.rejected if r.code != "dry"]
-    if bad and config.on_bad_file == "stop":
-        raise loader.first_bad_file(job.listing, min(bad, key=lambda r: r.path))
+    loader.check_bad_files(job.listing, job.rejected, config.on_bad_file)
     if job.is_up_to_date:
         loader.check_rejected_share(job.listing, job.rejected, config.max_rejected)
 
 # %% ../../nbs/dataset/job.ipynb #aa11bb01
-def _enter_part(job: Job, journal: Journal, path: Path) -> None:
-    "Write the rows of a part to the disk and enter them in the journal; then its file is not needed."
-    journal.enter(job.entry, job.file.fd)
-    if journal.fd >= 0:
-        path.with_suffix(JOINED).touch()
-        path.unlink()
-
-
 def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises DataError, OSError
-    "Move the rows of the parts; recordings that have changed since are left to be read."
-    n, journal = len(job.listing), job.journal
-    changes = Counter[str]()
-    lost = list[int]()
+    "Copy the rows of the parts; recordings that have changed since are left to be read."
+    n, changes = len(job.listing), Counter[str]()
     job.n_parts = parts.n_parts
     settings = (run.fingerprint, run.request.with_waveforms, run.engine.identity)
     job.parse_names()  # while the first parts are built
     with (
-        ThreadPoolExecutor(1, "leakmel-journal") as pool,
         Progress(n, label="join", show=run.request.progress) as bar,
         run.timeline.span("write", "main", split=job.split) as moved,
     ):
-        entered = pool.submit(lambda: None)  # the last part
         for number, (path, is_new) in enumerate(parts.files, start=1):
-            start, end = part_range(n, number, parts.n_parts)
+            start, _ = part_range(n, number, parts.n_parts)
             bar.update(start, f"part {number:,} of {parts.n_parts:,}")
-            if path.suffix == JOINED or path.with_suffix(JOINED).exists():  # by another join, in the meantime
-                if not job.kept[start:end].any():
-                    path.with_suffix(JOINED).unlink(missing_ok=True)
-                    lost.append(number)
-                continue
             if path.suffix == ".empty":  # its recordings are read again
                 continue
             own = job.listing.part(number, parts.n_parts)
@@ -646,29 +622,13 @@ def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises Da
                     remedy=f"move this file elsewhere and build the part again (--part {number}/{parts.n_parts})",
                 )
             changes.update(found.changes)
-            found.known["number"] += start
-            entry = _copy_rows(job, found)
-            job.keep(entry, found.rejected, found.numbers + start)
-            job.n_copied += len(entry)
-            if journal is not None and not parts.keep:
-                entered.result()  # so that two parts at most take space twice
-                journal.note(start, len(own), 0)
-                entered = pool.submit(_enter_part, job, journal, path)  # while the next part is copied
-        entered.result()
+            _copy_rows(job, found, start)
         moved.n_files = job.n_copied
         bar.update(n)
     left = np.flatnonzero(~job.kept)  # to be read as they are now
     now = stamps_of(job.listing, left)
     left, now = left[now["size"] >= 0], now[now["size"] >= 0]
     job.listing.sizes[left], job.listing.mtimes_ns[left] = now["size"], now["mtime_ns"]
-    if lost:
-        raise errors.DataError(
-            "rows of parts that were joined before are lost: another build used the file of this data set, or the rows were wrong",
-            code="part-unusable",
-            path=job.file.partial,
-            found=f"{len(lost):,} parts: {', '.join(map(str, lost[:5]))}",
-            remedy=f"build them again (--part {lost[0]}/{parts.n_parts}), then join again",
-        )
     if any(changes.values()):
         job.changes = dict(changes)
 
@@ -681,38 +641,37 @@ def open_jobs(
 ) -> Iterator[list[Job]]:  # raises OutputError, SpaceError, MachineError
     "Lock the targets and yield their jobs in order; jobs without work are marked `is_up_to_date`."
     jobs, stack = list[Job](), ExitStack()
-    waveforms = run.request.with_waveforms
+    settings = (run.fingerprint, run.request.with_waveforms, run.engine.identity)
     try:
         with delayed_signals():
             for target in targets:
                 stack.enter_context(OutputLock(target.path))
-        settings = (run.fingerprint, waveforms, run.engine.identity)
         existing = [
-            None if run.request.fresh else open_existing(path, listing, *settings)
-            for listing, path in targets
+            None if run.request.fresh else open_existing(target.path, target.listing, *settings)
+            for target in targets
         ]
         # all checks before the first change of a file are done
         run.timeline.spans.append(Span("start_up", "main", max(0.0, run.listed_s), run.timeline.now_s()))
-        finished = [_finished_job(run, target, found) for target, found in zip(targets, existing)]
-        to_do = [target for target, job in zip(targets, finished) if job is None]
-        if to_do:
-            each = sum(part_bytes(run.spec.row_shape, waveform_shape(run.spec) if waveforms else None))
+        finished = [
+            _finished_job(run, target, found) for target, found in zip(targets, existing, strict=True)
+        ]
+        if to_do := [target for target, job in zip(targets, finished, strict=True) if job is None]:
+            shape = waveform_shape(run.spec) if run.request.with_waveforms else None
+            each = sum(part_bytes(run.spec.row_shape, shape))
             partials = [target.path.with_name(f".{target.path.name}.partial") for target in to_do]
             n_rows = sum(len(target.listing) for target in to_do)
             require_space(partials[0].parent, each * n_rows - sum(map(allocated_bytes, partials)))
-        for target, job in zip(targets, finished):
+        for target, job in zip(targets, finished, strict=True):
             with delayed_signals():
                 jobs.append(job or _reserve_job(run, target))
-        for job, found in zip(jobs, existing):
+        for job, found in zip(jobs, existing, strict=True):
             _keep_rows(run, job, None if parts else found)
         if parts and not jobs[0].is_up_to_date:
             _join_parts(run, jobs[0], parts)
         yield jobs
     except BaseException as e:
-        # parts whose rows were moved are gone: their rows are kept unless they are wrong
-        keep = may_resume(e) or (parts is not None and not isinstance(e, errors.VerifyError))
         with delayed_signals():
-            n_kept = sum(job.close(keep=keep) for job in jobs)
+            n_kept = sum(job.close(keep=may_resume(e)) for job in jobs)
         if n_kept:
             e.add_note(
                 f"{n_kept:,} rows are kept: run the same build again to resume, or use fresh=True (--fresh) to start over"

@@ -154,13 +154,9 @@ class Slot:
 @cache
 def decoders() -> dict[str, str]:
     "Return the versions of the packages that decode and resample."
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import version
 
-    found = dict.fromkeys(("soundfile", "soxr", "numpy"), "")
-    for name in found:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    return {name: version(name) for name in ("soundfile", "soxr", "numpy")}
 
 # %% ../../nbs/dataset/loader.ipynb #0bae2906
 def rejected_dict(rejected: Rejected) -> dict[str, str]:
@@ -226,14 +222,22 @@ class BadFilesError(DataError):
         }
 
 # %% ../../nbs/dataset/loader.ipynb #9cec4cbd
-def first_bad_file(listing: Listing, rejected: Rejected) -> BadFilesError:  # to be raised
-    "Return the error for a bad file in a build with on_bad_file='stop'."
-    return BadFilesError(
-        f"the build stopped at a bad file ({rejected.code}), as on_bad_file='stop' requests: {rejected.message}",
-        [rejected],
+def check_bad_files(
+    listing: Listing,
+    rejected: Sequence[Rejected],
+    on_bad_file: str,  # "reject" or "stop"
+) -> None:  # raises BadFilesError
+    "Stop at a bad file in a build with on_bad_file='stop'; a recording that was rejected as dry is not bad."
+    bad = [r for r in rejected if r.code != "dry"]
+    if on_bad_file == "reject" or not bad:
+        return
+    first = min(bad, key=lambda r: r.path)
+    raise BadFilesError(
+        f"the build stopped at a bad file ({first.code}), as on_bad_file='stop' requests: {first.message}",
+        [first],
         len(listing),
         code="bad-file",
-        path=listing.full_path(listing.paths.index(rejected.path)),
+        path=listing.full_path(listing.paths.index(first.path)),
         remedy="repair the file or move it elsewhere, or let the build reject and list bad files (on_bad_file='reject', --on-bad-file reject)",
     )
 
@@ -375,8 +379,7 @@ class BatchReader:
             if listing.label_ids[k] >= 0 and listing.sizes[k] >= 0:  # else the file was not read
                 self.read_failures.refused(e, self.base + listing.paths[k])
             slot.rejected.append(Rejected(listing.paths[k], e.reject_code, e.message))
-            if self.on_bad_file == "stop" and e.reject_code != "dry":
-                raise first_bad_file(listing, slot.rejected[-1]) from e
+            check_bad_files(listing, slot.rejected[-1:], self.on_bad_file)
         else:
             self.read_failures.given()
 
@@ -590,6 +593,5 @@ class ObjectReader:
                 self._n_bytes -= int(listing.sizes[first:end][self._wanted[first:end]].sum())
         slot.facts["ctime_ns"] = 0  # the stamp decides
         slot.rejected = [Rejected(listing.paths[int(r.path)], r.code, r.message) for r in slot.rejected]
-        if self.on_bad_file == "stop" and (bad := [r for r in slot.rejected if r.code != "dry"]):
-            raise first_bad_file(listing, bad[0])
+        check_bad_files(listing, slot.rejected, self.on_bad_file)
         return n_bytes

@@ -14,7 +14,8 @@ import re
 import stat
 import threading
 import time
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +33,7 @@ from leakmel.core.store import StorePath
 from leakmel.core.threads import ThreadGroup, run_threads
 from leakmel.core.timeline import Timeline
 from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.existing import stamps_of
+from leakmel.dataset.existing import recordings_digest, stamps_of
 from leakmel.dataset.inputs import SpecLike, decide_spec, list_recordings, listing_of_split
 from leakmel.dataset.loader import FACTS, BatchReader, Slot, decoders, plan_read_ahead
 from leakmel.dataset.schema import memory_file
@@ -46,20 +47,16 @@ from leakmel.recordings.wav import CacheUse, OutOfMemory, digest_of, is_in_cache
 log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/modes.ipynb #b0560c18
-CACHE_VERSION = 6  # goes up with every change to what is cached, or to its layout
+CACHE_VERSION = 7  # goes up with every change to what is cached, or to its layout
 
 
 def cache_key(listing: Listing, spec: MelSpec) -> str:  # 32 hexadecimal digits
     "Return the key of the cached samples of a listing."
-    import xxhash
-
     from leakmel import __version__
 
-    rules = [CACHE_VERSION, __version__, asdict(spec.rules), decoders(), os.path.realpath(listing.folder)]
-    total = xxhash.xxh3_128(json.dumps(rules).encode())
-    for part in (b"\0".join(listing.paths), listing.sizes.tobytes(), listing.mtimes_ns.tobytes()):
-        total.update(part)
-    return total.hexdigest()
+    recordings = recordings_digest(listing, listing.sizes, listing.mtimes_ns)
+    rules = [CACHE_VERSION, __version__, asdict(spec.rules), decoders()]
+    return digest_of(json.dumps([*rules, os.path.realpath(listing.folder), recordings]).encode())
 
 # %% ../../nbs/dataset/modes.ipynb #f84904b3
 CACHED = np.dtype(
@@ -123,10 +120,6 @@ class SampleCache:
                 raise MemoryError
             write_at(self.fd, row.data.cast("B"), place)
             rows["digest"][i] = digest_of(row)
-
-    def read(self, out: np.ndarray, offset: int) -> None:
-        "Read bytes of rows into `out`; raises OSError, VerifyError."
-        read_at(self.fd, out, offset)
 
     def save(self, about: dict[str, Any]) -> None:
         "Complete a cache file with facts and footer."
@@ -197,11 +190,11 @@ class CachedReader:
         cached = facts["good"] & labelled
         try:
             with self.cache_use.delivering():
-                self.cache.read(samples, slot.first * self.cache.row_bytes)
+                read_at(self.cache.fd, samples, slot.first * self.cache.row_bytes)
                 digests = digests_of(samples)
                 for i in np.flatnonzero(cached & ~facts["whole"]).tolist():
                     wide[i] = np.empty(samples.shape[1], np.float32)
-                    self.cache.read(wide[i], int(rows["place"][i]))
+                    read_at(self.cache.fd, wide[i], int(rows["place"][i]))
                     digests[i] = digest_of(wide[i])
         except (OSError, VerifyError) as e:
             self._warn(f"the cache file cannot be read ({e})")
@@ -392,9 +385,8 @@ def list_cache(
             if _CACHE_NAME.fullmatch(path.name) and stat.S_ISREG(st.st_mode):
                 used = datetime.fromtimestamp(st.st_mtime, UTC).isoformat(timespec="seconds")
                 try:
-                    cache = SampleCache.open(path)
-                    cache.close()
-                    facts = cache.about
+                    with closing(SampleCache.open(path)) as cache:
+                        facts = cache.about
                 except (DataError, OSError) as e:
                     facts = {"problem": str(getattr(e, "found", e))}
                 found.append(CacheFile(path, st.st_size, used, **facts))
@@ -473,7 +465,7 @@ def choose_mode(
 
 
 def pick_mode(
-    listings: list[Listing],
+    listings: Sequence[Listing],
     spec: MelSpec,
     asked: str,
     config: PipelineConfig,
@@ -492,9 +484,11 @@ def pick_mode(
             )
         return ModeChoice(asked, "stream", "each object is downloaded once", need, free_memory())
     folder = cache_folder(config.cache_dir)
-    # a key takes a digest of all paths
-    cached = asked == "auto" and any(folder.glob(f"*{SUFFIX}"))
-    cached = cached and all(cache_path(folder, x.split, cache_key(x, spec)).exists() for x in listings)
+    cached = (
+        asked == "auto"
+        and any(folder.glob(f"*{SUFFIX}"))  # else no digest of all paths is needed
+        and all(cache_path(folder, x.split, cache_key(x, spec)).exists() for x in listings)
+    )
     return choose_mode(asked, need, config, cached=cached, kept=kept)
 
 # %% ../../nbs/dataset/modes.ipynb #fa1e6ca3
@@ -537,8 +531,12 @@ class Preloaded(AbstractContextManager["Preloaded"]):
     def to_dict(self) -> dict[str, Any]:
         "Return the facts for the summary of a build."
         facts = {f"mode_{k}": v for k, v in vars(self.choice).items() if k != "used"}
-        held = {"held_bytes": self.n_bytes, "held_seconds": self.seconds}
-        return facts | {"mode": self.choice.used, "mode_lines": list(self.lines)} | held
+        return facts | {
+            "mode": self.choice.used,
+            "mode_lines": list(self.lines),
+            "held_bytes": self.n_bytes,
+            "held_seconds": self.seconds,
+        }
 
     def close(self) -> None:
         "Release memory and files."
@@ -585,7 +583,7 @@ def _load_listing(
 
 def prepare(
     manifest: Manifest,
-    listings: list[Listing],
+    listings: Sequence[Listing],
     spec: MelSpec,
     asked: str,  # mode
     config: PipelineConfig,
@@ -632,9 +630,8 @@ def with_spec_rules(ready: Preloaded | None, spec: SpecLike) -> SpecLike:
     "Complete the spec of a build with the rules of the preloaded recordings."
     if ready is None or not (spec is None or isinstance(spec, dict)):
         return spec
-    rules = asdict(ready.spec.rules) | {"duration_s": ready.spec.duration_s}
-    del rules["n_samples"]
-    return rules | (spec or {})
+    rules = {name: value for name, value in asdict(ready.spec.rules).items() if name != "n_samples"}
+    return rules | {"duration_s": ready.spec.duration_s} | (spec or {})
 
 
 def preload(
@@ -657,6 +654,5 @@ def preload(
     found = list_recordings(root, split, manifest)
     if split is not None:
         found = replace(found, listings=(listing_of_split(found, split, root),), content=None)
-    listings = list(found.listings)
-    decided = decide_spec(spec, listings).spec
-    return prepare(found, listings, decided, mode, pipeline or PipelineConfig(), Timeline(), progress)
+    decided = decide_spec(spec, found.listings).spec
+    return prepare(found, found.listings, decided, mode, pipeline or PipelineConfig(), Timeline(), progress)

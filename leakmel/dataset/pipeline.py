@@ -26,6 +26,7 @@ from typing import Any, cast
 import h5py
 import numpy as np
 
+import leakmel
 from leakmel.core import errors
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from leakmel.core.files import read_own_json, sealed_json, write_errors
@@ -37,7 +38,7 @@ from leakmel.core.timeline import Span, Timeline, merge_lanes
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.existing import read_state, recordings_digest
 from leakmel.dataset.inputs import SpecLike, Target, checked_inputs, listing_of_split
-from leakmel.dataset.job import JOINED, BuildRequest, Parts
+from leakmel.dataset.job import BuildRequest, Parts
 from leakmel.dataset.loader import BadFilesError, decoders
 from leakmel.dataset.modes import Preloaded
 from leakmel.dataset.publish import BuildResult, earlier_result
@@ -60,7 +61,7 @@ log = logging.getLogger("leakmel")
 PLAN_NAME, LISTING_NAME = "plan.json", "listing.npz"
 _FORMAT = "leakmel parts 1"
 _MAX_PARTS = 100_000
-_PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty|joined)")
+_PART_NAME = re.compile(r"(\d{5})-of-(\d{5})\.[0-9a-f]{8}\.(h5|empty)")
 
 
 def parts_folder(target: Path) -> Path:
@@ -85,10 +86,7 @@ def parse_part(
 
 
 def finished_parts(folder: Path, n_parts: int) -> dict[int, Path]:
-    """Find the complete parts, by number.
-
-    .h5: a data set; .empty: no recording of the part could be used; .joined: rows moved by `join`.
-    """
+    "Find the complete parts, by number. .h5: a data set; .empty: no recording of the part could be used."
     found = {}
     with suppress(FileNotFoundError):
         for name in sorted(os.listdir(folder)):
@@ -158,12 +156,10 @@ def plan_parts(
     request: BuildRequest,
 ) -> dict[str, Any]:
     "Return the plan of all parts as far as it is known before an engine is open."
-    from leakmel import __version__
-
     return {
         "format": _FORMAT,
         "n_parts": n_parts,
-        "leakmel_version": __version__,
+        "leakmel_version": leakmel.__version__,
         "decoders": decoders(),
         "spec": spec.to_dict(),
         "with_waveforms": request.with_waveforms,
@@ -204,17 +200,10 @@ def _agree(folder: Path, plan: dict[str, Any]) -> None:  # raises DataError, Out
             remedy="use the same installation and engine everywhere (--engine names it), or move the folder elsewhere and build all parts again",
         )
 
-
-def _store_listing(whole: Manifest, target: Path) -> None:  # raises OutputError
-    "Store the listing of one split for its parts and for `join`, unless that was done."
-    _write_once(parts_folder(target) / LISTING_NAME, whole.save)
-
 # %% ../../nbs/dataset/pipeline.ipynb #bf62e519
 def engine_probe(engine: Engine) -> str:  # 16 hexadecimal digits
     "Digest of an engine's results and of the versions of packages; equal on two machines if they build the same data set, byte by byte."
     import soundfile
-
-    from leakmel import __version__
 
     samples, rate = check_recording(engine.spec), engine.spec.sample_rate
     results = [to_rate(samples[0], 3 * rate, 2 * rate)]
@@ -226,7 +215,7 @@ def engine_probe(engine: Engine) -> str:  # 16 hexadecimal digits
         "engine": engine.identity,
         "spec": engine.spec.fingerprint(),
         "byteorder": sys.byteorder,
-        "versions": {"leakmel": __version__} | decoders() | libraries,
+        "versions": {"leakmel": leakmel.__version__} | decoders() | libraries,
         "results": [digest_of(np.ascontiguousarray(a).tobytes()) for a in results],
     }
     return digest_of(json.dumps(facts, sort_keys=True).encode())[:16]
@@ -266,9 +255,14 @@ def run_part(
     (mine,), (number, n_parts) = own.listings, own.part_of or (1, 1)
     folder = parts_folder(target)
     # the whole data set is judged, compressed, checked and synced by `join`: a part may have any share of bad files
-    config = replace(request.config, max_rejected=1.0, compression="none", fsync=False, monitor_interval_s=0)
-    if n_together and config.compute_workers is None:
-        config = replace(config, compute_workers=cores_of_task(n_together))
+    config = replace(
+        request.config,
+        max_rejected=1.0,
+        compression="none",
+        fsync=False,
+        monitor_interval_s=0,
+        compute_workers=request.config.compute_workers or (cores_of_task(n_together) if n_together else None),
+    )
     request = replace(request, config=config, check=0)
 
     def check_engine(engine: Engine) -> None:
@@ -327,8 +321,7 @@ def build_part(
 ) -> PartResult:  # raises LeakmelError
     "Build one part of a data set, in a folder that all processes reach. A part that is complete is not built again."
     number, n_parts = parse_part(part)
-    config = PipelineConfig() if pipeline is None else pipeline
-    request = BuildRequest(root, spec, engine, config, 0, progress, with_waveforms)
+    request = BuildRequest(root, spec, engine, pipeline or PipelineConfig(), 0, progress, with_waveforms)
     target = output_path(out if out is not None else data_set_name(split_name(split or "") or ""))
     stored = parts_folder(target) / LISTING_NAME
     if _read_plan(stored.parent) is None:  # a listing without a plan may be an old one
@@ -343,7 +336,7 @@ def build_part(
     listing = listing_of_split(manifest, split, root)
     with checked_inputs(manifest, [Target(listing, target)], spec) as decision:
         whole = replace(manifest, listings=(listing,))
-        _store_listing(whole, target)
+        _write_once(stored, whole.save)
         plan = plan_parts(whole, n_parts, decision.spec, request)
         return run_part(replace(request, spec=decision.spec), whole.part(number, n_parts), target, plan)
 
@@ -432,9 +425,7 @@ def join(
 
 def _check_origin(plan: dict[str, Any], manifest: Manifest, folder: Path) -> None:  # raises DataError
     "Refuse parts of another release, and those whose table of labels has changed since."
-    from leakmel import __version__
-
-    others = {"leakmel_version": __version__, "decoders": decoders()}
+    others = {"leakmel_version": leakmel.__version__, "decoders": decoders()}
     if any(plan.get(name) != here for name, here in others.items()):
         raise errors.DataError(
             "the parts were built by another release of leakmel or of its decoders",
@@ -487,14 +478,14 @@ def _join_files(
     engine = _engine_of(identity, spec, config)
     request = BuildRequest(manifest.root, spec, engine, config, check, progress, with_waveforms, fresh=fresh)
     manifest = replace(manifest, listings=(listing,))
-    parts = Parts(n_parts, iter(files), keep_parts)
+    parts = Parts(n_parts, iter(files))
     try:
         (made,) = build_targets(request, manifest, [Target(listing, target)], timeline, listed_s, parts=parts)
     except errors.VerifyError as e:
-        if e.code == "wrong-rows" and not keep_parts:  # all parts were moved, and their rows are removed
+        if e.code == "wrong-rows" and not keep_parts:  # all parts have to be built again
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    if not keep_parts or any(folder.glob(f"*{JOINED}")):  # they lack the rows of an earlier join
+    if not keep_parts:
         shutil.rmtree(folder, ignore_errors=True)
     return made
 
@@ -531,7 +522,7 @@ def _start_parts(
     if differ or not stored:  # a listing without a plan may be an old one
         shutil.rmtree(folder, ignore_errors=True)
         plan["n_parts"] = n_wanted
-    _store_listing(whole, target)
+    _write_once(folder / LISTING_NAME, whole.save)
     return plan
 
 
@@ -570,8 +561,8 @@ def build_on_cluster(
             remedy="leave out mode and preloaded (--mode), or cluster (--cluster)",
         )
     with checked_inputs(manifest, targets, request.spec) as decision, ExitStack() as locks:
-        for _, path in targets:  # a second build of the same file would remove the parts of the first one
-            locks.enter_context(OutputLock(parts_folder(path)))
+        for target in targets:  # a second build of the same file would remove the parts of the first one
+            locks.enter_context(OutputLock(parts_folder(target.path)))
         request = replace(request, spec=decision.spec, mode="stream", preloaded=None)
         return _build_parts(request, manifest, targets, cluster, timeline, listed_s)
 
@@ -622,13 +613,20 @@ def _build_parts(
                         bar.update(bar.n_done + part.found, f"{len(done):,} of {len(calls):,} parts")
                     yield done[path, k]
 
-            how = (request.config, request.check, "none", timeline, listed_s)
             try:
                 for path in left:
                     files = in_order(path)
                     first = next(files)  # it has stored the plan with the engine
                     results[path] = _join_files(
-                        path, chain([first], files), *how, is_current=True, fresh=request.fresh
+                        path,
+                        chain([first], files),
+                        request.config,
+                        request.check,
+                        "none",
+                        timeline,
+                        listed_s,
+                        is_current=True,
+                        fresh=request.fresh,
                     )
             except BaseException:
                 for path in left:
@@ -641,16 +639,23 @@ def _build_parts(
 def _run(
     request: BuildRequest,
     split: str | None,
+    out: str | os.PathLike | None,  # of one split its file, of all the folder of their files
     manifest: Manifest | None,
     labels: LabelTable | None,
     cluster: Cluster | None,
     upload: str | None,
-    targets_of: Callable[[Manifest], list[Target]],
+    *,
+    all_splits: bool,
 ) -> list[BuildResult]:  # raises LeakmelError
     "List the recordings, build their data sets on this machine or on a cluster, and store them in object storage."
     store = None if upload is None else store_path(upload)
     timeline, listed_s, manifest = list_for_build(request, split, manifest, labels)
-    targets = targets_of(manifest)
+    if all_splits:
+        folder = output_path("." if out is None else out)
+        targets = [Target(x, folder / data_set_name(x.split)) for x in manifest.listings]
+    else:
+        listing = listing_of_split(manifest, split, request.root)
+        targets = [Target(listing, output_path(data_set_name(listing.split) if out is None else out))]
     if cluster is None:
         made = build_targets(request, manifest, targets, timeline, listed_s)
     else:
@@ -688,16 +693,11 @@ def build(
     upload: str | None = None,  # URL of a folder, like s3://BUCKET/FOLDER: the data set is stored there too
 ) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged
     "Build and verify one data set from a folder of recordings."
-    config = PipelineConfig() if pipeline is None else pipeline
+    config = pipeline or PipelineConfig()
     request = BuildRequest(
         root, spec, engine, config, check, progress, with_waveforms, mode, preloaded, fresh
     )
-
-    def targets(found: Manifest) -> list[Target]:
-        listing = listing_of_split(found, split, root)
-        return [Target(listing, output_path(data_set_name(listing.split) if out is None else out))]
-
-    return _run(request, split, manifest, labels, cluster, upload, targets)[0]
+    return _run(request, split, out, manifest, labels, cluster, upload, all_splits=False)[0]
 
 # %% ../../nbs/dataset/pipeline.ipynb #a1440817
 def build_all(
@@ -722,16 +722,11 @@ def build_all(
     BuildResult
 ]:  # one for each split folder: TRAINING, VALIDATION, TESTING; an empty split is an error
     "Build and verify the data sets of all splits in one pipeline: the next split is read while the last one is written."
-    config = PipelineConfig() if pipeline is None else pipeline
+    config = pipeline or PipelineConfig()
     request = BuildRequest(
         root, spec, engine, config, check, progress, with_waveforms, mode, preloaded, fresh
     )
-
-    def targets(found: Manifest) -> list[Target]:
-        folder = output_path("." if out_dir is None else out_dir)
-        return [Target(x, folder / data_set_name(x.split)) for x in found.listings]
-
-    return _run(request, None, manifest, labels, cluster, upload, targets)
+    return _run(request, None, out_dir, manifest, labels, cluster, upload, all_splits=True)
 
 # %% ../../nbs/dataset/pipeline.ipynb #229c48d3
 def spec_changes(
@@ -739,10 +734,8 @@ def spec_changes(
 ) -> tuple[dict[str, Any], str]:  # for `build`, and a line on the spec file; "" without one
     "Combine the given preset and spec fields with a spec file; the default preset `disjoint` does not override the file."
     given = {f.name: parameters[f.name] for f in fields(MelSpec) if parameters.get(f.name) is not None}
-    if given.get("mel_norm") == "none":
-        given["mel_norm"] = None
-    file = parameters.get("spec_file")
-    preset = parameters["preset"]
+    given = {name: None if value == "none" else value for name, value in given.items()}
+    file, preset = parameters.get("spec_file"), parameters["preset"]
     return requested_spec(file, None if file and preset == "disjoint" else preset, given)
 
 # %% ../../nbs/dataset/pipeline.ipynb #eb648268

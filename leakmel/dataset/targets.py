@@ -134,7 +134,7 @@ class Ring:
 def _left(done: np.ndarray) -> list[slice]:
     "Return the stretches of what is not done."
     edges = np.flatnonzero(np.diff(done, prepend=True, append=True)).tolist()
-    return [slice(*pair) for pair in zip(edges[::2], edges[1::2])]
+    return [slice(*pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _batches(jobs: list[Job], step: int, ahead: ReadAhead) -> Iterator[_Batch]:
@@ -266,7 +266,7 @@ def _submit(ring: Ring, lane: str, engine_lane: EngineLane, slots: list[Slot]) -
         tickets = engine_lane.submit([(slot.input, slot.mels[: slot.n]) for slot in slots], labels=labels)
         moved.n_files = sum(slot.n for slot in slots)
         moved.n_bytes = sum(slot.input.nbytes for slot in slots)
-    for slot, ticket in zip(slots, tickets):
+    for slot, ticket in zip(slots, tickets, strict=True):
         slot.ticket = ticket
         ring.computed.put(slot)
         ring.run.timeline.gauge("queue.write", ring.computed.qsize())

@@ -714,7 +714,7 @@ def suffixes(target: Path, n: int) -> list[str]:
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, MemoryError, pytest.param(EngineError, marks=pytest.mark.long)]
 )
-def test_an_interrupted_join_goes_on_with_rows_that_were_moved(demo, whole, tmp_path, monkeypatch, error):
+def test_an_interrupted_join_computes_no_row_again(demo, whole, tmp_path, monkeypatch, error):
     target, copied = tmp_path / "x.h5", job_module._copy_rows
     build_parts(demo, target, 4)
 
@@ -724,9 +724,6 @@ def test_an_interrupted_join_goes_on_with_rows_that_were_moved(demo, whole, tmp_
         calls.append(0)
         if len(calls) < 3:
             return copied(*args)
-        deadline = time.monotonic() + 60
-        while suffixes(target, 4)[1] != ".joined" and time.monotonic() < deadline:
-            time.sleep(0.01)  # the second part is entered in the journal by a thread of its own
         raise error("stopped", code="engine-missing") if error is EngineError else error
 
     with monkeypatch.context() as patch:
@@ -734,12 +731,10 @@ def test_an_interrupted_join_goes_on_with_rows_that_were_moved(demo, whole, tmp_
         with pytest.raises(error):
             join(target, progress="none")
     assert not target.exists()
-    assert suffixes(target, 4) == [".joined", ".joined", ".h5", ".h5"]
+    assert suffixes(target, 4) == [".h5"] * 4
     made = join(target, progress="none")
     assert made.path.read_bytes() == whole
-    moved = made.summary["resumed_rows"], made.summary["copied_rows"]
-    assert all(moved)
-    assert sum(moved) == made.rows  # none was computed again
+    assert made.summary["copied_rows"] == made.rows  # none was computed again
     assert not parts_folder(target).exists()
 
 
@@ -748,13 +743,13 @@ def test_parts_go_on_after_too_many_bad_files(demo, whole, tmp_path):
     build_parts(demo, target, 3)
     with pytest.raises(BadFilesError):
         join(target, pipeline={"max_rejected": 0.0}, progress="none")
-    assert suffixes(target, 3) == [".joined"] * 3
+    assert suffixes(target, 3) == [".h5"] * 3
     made = join(target, progress="none")
     assert made.path.read_bytes() == whole
-    assert made.summary["resumed_rows"] == made.rows
+    assert made.summary["copied_rows"] == made.rows
 
 
-def test_a_join_by_another_release_loses_no_moved_row(demo, whole, tmp_path, monkeypatch):
+def test_a_join_by_another_release_loses_no_row(demo, whole, tmp_path, monkeypatch):
     target = tmp_path / "x.h5"
     build_parts(demo, target, 3)
     with pytest.raises(BadFilesError):
@@ -763,42 +758,17 @@ def test_a_join_by_another_release_loses_no_moved_row(demo, whole, tmp_path, mon
         patch.setattr(lm, "__version__", "9.9")
         with raises("other-plan", DataError):
             join(target, progress="none")
-    assert join(target, progress="none").summary["copied_rows"] == 0
+    made = join(target, progress="none")
+    assert made.summary["copied_rows"] == made.rows
 
 
-def test_kept_parts_are_whole(demo, tmp_path):
+def test_parts_are_kept_on_request(demo, tmp_path):
     target = tmp_path / "x.h5"
     build_parts(demo, target, 3)
     with pytest.raises(BadFilesError):
         join(target, pipeline={"max_rejected": 0.0}, progress="none")
     join(target, progress="none", keep_parts=True)
-    assert not parts_folder(target).exists()
-
-
-@pytest.mark.slow
-def test_parts_whose_moved_rows_are_lost_have_to_be_built_again(demo, whole, tmp_path):
-    target = tmp_path / "x.h5"
-    build_parts(demo, target, 3)
-    with pytest.raises(BadFilesError):
-        join(target, pipeline={"max_rejected": 0.0}, progress="none")
-    target.with_name(".x.h5.partial").unlink()
-    with raises("part-unusable", DataError):
-        join(target, progress="none")
-    with raises("parts-missing", DataError):
-        join(target, progress="none")
-    build_parts(demo, target, 3)
-    made = join(target, progress="none")
-    assert made.path.read_bytes() == whole
-    assert made.summary["copied_rows"] == made.rows
-
-
-def test_a_join_without_journal_keeps_its_parts_until_the_end(demo, whole, tmp_path):
-    target = tmp_path / "x.h5"
-    build_parts(demo, target, 3)
-    with pytest.raises(BadFilesError):
-        join(target, pipeline={"max_rejected": 0.0, "journal_bytes": 0}, progress="none")
     assert suffixes(target, 3) == [".h5"] * 3
-    assert join(target, progress="none").path.read_bytes() == whole
 
 
 # ---------------------------------------------------------------- progress and timeline

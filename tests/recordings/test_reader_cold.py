@@ -445,11 +445,11 @@ def test_bytes_read_again_are_counted_once(
     right = built(data, tmp_path / "x.h5", mode="memmap")
     n_bytes = right.summary["source_bytes"]
 
-    def fail(self: Any, out: np.ndarray, offset: int) -> None:
+    def fail(fd: int, out: np.ndarray, offset: int) -> None:
         raise OSError(errno.EIO, "no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(held.SampleCache, "read", fail)
+        patch.setattr(held, "read_at", fail)
         drop(waves(data))
         again = built(data, tmp_path / "y.h5", mode="memmap")
     assert again.path.read_bytes() == right.path.read_bytes()
@@ -465,7 +465,7 @@ def test_bytes_read_again_are_counted_once(
         )
     assert (again.summary["cache"], again.summary["bytes_asked"]) == ("cold", n_bytes)
     with monkeypatch.context() as patch:
-        patch.setattr(held.SampleCache, "read", fail)
+        patch.setattr(held, "read_at", fail)
         for path in (tmp_path / "cache").iterdir():
             path.unlink()
         new = built(data, tmp_path / "y.h5", mode="memmap").summary
