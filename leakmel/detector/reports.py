@@ -21,9 +21,16 @@ from leakmel.detector.predict.predict import Predictions, ScoredRecording
 from leakmel.detector.train.loop import TrainResult
 from leakmel.detector.train.state import learning_curves
 from leakmel.mel.engines import log_mel
-from leakmel.pages import plots as style
 from leakmel.pages.page_figures import Section, write_report
-from leakmel.pages.plots import f32, plain_text, styled_figure
+from leakmel.pages.plots import (
+    LABEL_COLORS,
+    MAX_POINTS,
+    SILENT_DB,
+    TEXT_COLOUR,
+    f32,
+    plain_text,
+    styled_figure,
+)
 from leakmel.recordings.wav import read_wav
 
 if TYPE_CHECKING:
@@ -49,7 +56,7 @@ def score_histogram(predictions: Predictions) -> "go.Figure":
             "x": f32(edges[:-1] + np.diff(edges) / 2),
             "y": np.histogram(mine, edges)[0],
             "width": 1 / _N_BINS,
-            "marker": {"color": style.LABEL_COLORS[k], "line": {"width": 0}},
+            "marker": {"color": LABEL_COLORS[k], "line": {"width": 0}},
             "hovertemplate": "%{y:,} recordings around %{x:.3f}",
         }
         for k, (name, mine) in enumerate(parts)
@@ -66,19 +73,19 @@ def score_histogram(predictions: Predictions) -> "go.Figure":
         xaxis={"title": {"text": "score"}, "range": [0, 1]},
         yaxis={"title": {"text": "recordings"}},
     )
-    return fig.add_vline(x=threshold, line={"color": style.TEXT_COLOUR, "width": 1, "dash": "dash"})
+    return fig.add_vline(x=threshold, line={"color": TEXT_COLOUR, "width": 1, "dash": "dash"})
 
 # %% ../../nbs/detector/reports.ipynb #06365f3d
 def score_by_level(predictions: Predictions) -> "go.Figure":
     "Draw the score of each recording over its level."
     table = predictions.table
-    audible = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > style.SILENT_DB)]
+    audible = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > SILENT_DB)]
     if not len(audible):
         return styled_figure([], "No level to show", height=120)
     title = ""
     if len(audible) > 2 and audible["rms_db"].nunique() > 1 and audible["score"].nunique() > 1:
         title = f"Rank correlation of score and level: {audible['rms_db'].rank().corr(audible['score'].rank()):.2f}"
-    shown = audible.iloc[:: -(-len(audible) // (style.MAX_POINTS // 2))]
+    shown = audible.iloc[:: -(-len(audible) // (MAX_POINTS // 2))]
     traces = [
         {
             "type": "scatter",
@@ -87,7 +94,7 @@ def score_by_level(predictions: Predictions) -> "go.Figure":
             "y": f32(mine["score"]),
             "mode": "markers",
             "text": [plain_text(p) for p in mine["path"]],
-            "marker": {"color": style.LABEL_COLORS[k], "size": 6, "opacity": 0.7},
+            "marker": {"color": LABEL_COLORS[k], "size": 6, "opacity": 0.7},
             "hovertemplate": "%{text}<br>%{y:.3f} at %{x:.1f} dB<extra></extra>",
         }
         for k, (name, mine) in enumerate((("no leak", shown[~shown["leak"]]), ("leak", shown[shown["leak"]])))
@@ -102,7 +109,7 @@ def score_by_level(predictions: Predictions) -> "go.Figure":
         yaxis={"title": {"text": "score"}, "range": [-0.02, 1.02]},
     )
     return fig.add_hline(
-        y=predictions.rule.threshold, line={"color": style.TEXT_COLOUR, "width": 1, "dash": "dash"}
+        y=predictions.rule.threshold, line={"color": TEXT_COLOUR, "width": 1, "dash": "dash"}
     )
 
 # %% ../../nbs/detector/reports.ipynb #48afff51
@@ -124,7 +131,9 @@ def segment_features(
     row = conform_recording(read, spec, predictions.length)[0]
     part = row[some.start * spec.long_hop :][: covered_samples(some.stop - some.start, spec)]
     rows, counts = cut_into_rows(part, spec)
-    return np.concatenate([x[:n] for x, n in zip(log_mel(rows, spec, engine="reference"), counts)])
+    return np.concatenate(
+        [x[:n] for x, n in zip(log_mel(rows, spec, engine="reference"), counts, strict=True)]
+    )
 
 # %% ../../nbs/detector/reports.ipynb #ad064a83
 def suspicious_mels(

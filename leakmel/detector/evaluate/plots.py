@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike
 
 from leakmel.core.errors import show_path
@@ -19,16 +20,28 @@ from leakmel.detector.data.segments import Segments
 from leakmel.detector.metrics.metrics import Reliability, roc
 from leakmel.detector.metrics.significance import Groups, Interval, ScoredModel, Verdict
 from leakmel.mel.spec import MelSpec
-from leakmel.pages import plots as style
-from leakmel.pages.plots import f32, label_colour, plain_text, styled_figure
+from leakmel.pages.plots import (
+    LABEL_COLORS,
+    LINE_COLOUR,
+    MAX_POINTS,
+    TEXT_COLOUR,
+    apply_style,
+    colour_range,
+    f32,
+    frame_starts_s,
+    label_colour,
+    plain_text,
+    styled_figure,
+    styled_subplots,
+    whole_db,
+)
 
 if TYPE_CHECKING:
-    import pandas as pd
     import plotly.graph_objects as go
 
 
-LEAK_COLOR = style.LABEL_COLORS[1]
-OTHER_COLOR = style.LABEL_COLORS[0]
+LEAK_COLOR = LABEL_COLORS[1]
+OTHER_COLOR = LABEL_COLORS[0]
 
 
 def counted(n: int, what: str) -> str:  # what: in the singular
@@ -60,7 +73,7 @@ _DIAGONAL: dict[str, Any] = {
     "x": [0.0, 1.0],
     "y": [0.0, 1.0],
     "mode": "lines",
-    "line": {"color": style.LINE_COLOUR, "width": 1},
+    "line": {"color": LINE_COLOUR, "width": 1},
     "showlegend": False,
     "hoverinfo": "skip",
 }
@@ -81,7 +94,7 @@ def roc_figure(
     names = []
     for k, model in enumerate((*ways, *baselines)):
         curve = roc(truth, model.score)
-        at = np.unique(np.linspace(0, len(curve.threshold) - 1, style.MAX_POINTS // 2).astype(np.int64))
+        at = np.unique(np.linspace(0, len(curve.threshold) - 1, MAX_POINTS // 2).astype(np.int64))
         names.append(f"AUC {model.figures['auc']:.2f}{model.intervals['auc'].in_brackets('.2f')}")
         line = {"width": 1.6, "dash": "dot"} if k >= len(ways) else {"width": 2.6}
         same = {"type": "scatter", "legendgroup": model.name}
@@ -135,7 +148,7 @@ def roc_figure(
 
 
 def auc_figure(
-    points: "pd.DataFrame",  # line, x, auc, its interval auc_low and auc_high, text; the first line is the detector
+    points: pd.DataFrame,  # line, x, auc, its interval auc_low and auc_high, text; the first line is the detector
     title: str,
     note: str,
     xaxis: Mapping[str, Any],
@@ -155,7 +168,7 @@ def auc_figure(
                 "line": {"color": colour, "width": 1.4 if k else 2.6, "dash": "dot" if k else "solid"},
                 "marker": {"color": colour, "size": 6 if k else 9},
                 "error_y": error_bars(own["auc"], *ends, colour),
-                "customdata": [f"{text}{Interval(*i)}" for text, *i in zip(own["text"], *ends)],
+                "customdata": [f"{text}{Interval(*i)}" for text, *i in zip(own["text"], *ends, strict=True)],
                 "hovertemplate": "AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
             }
         )
@@ -174,7 +187,10 @@ def confusion_figure(model: ScoredModel, leak_label: str = "leak", *, stamp: str
         "z": f32(np.array([[1, -1], [-1, 1]]) * share),  # right ones blue, wrong ones red
         "x": [f"called {leak}", "called normal"],
         "y": [f"{leak} ({counts[0].sum():,})", f"others ({counts[1].sum():,})"],
-        "text": [[f"{n:,}<br>{p:.0f} %" for n, p in zip(*pair)] for pair in zip(counts, share)],
+        "text": [
+            [f"{n:,}<br>{p:.0f} %" for n, p in zip(*pair, strict=True)]
+            for pair in zip(counts, share, strict=True)
+        ],
         "texttemplate": "%{text}",
         "textfont": {"size": 15, "color": "#222"},
         "showscale": False,
@@ -205,7 +221,7 @@ def reliability_figure(
     lines = [_DIAGONAL]
     texts = []
     values = {"score": "Score", "probability": "Calibrated probability"}
-    for name, own, colour in zip(values, (found, calibrated), (OTHER_COLOR, LEAK_COLOR)):
+    for name, own, colour in zip(values, (found, calibrated), (OTHER_COLOR, LEAK_COLOR), strict=True):
         if own is not None:
             texts.append(f"{values[name]} and share of leaks differ by {own.error:.2f} on average")
             n = own.n[own.n > 0]
@@ -248,8 +264,6 @@ def group_figure(
     stamp: str = "",  # of a leaky split
 ) -> "go.Figure":
     "Draw the scores of leaks and other recordings by sensor."
-    import pandas as pd
-
     code, names = groups.code, [plain_text(name) for name in groups.names]
     wrong = np.bincount(code, weights=(model.score >= model.threshold) != truth, minlength=len(names))
     n = np.bincount(code, minlength=len(names))
@@ -294,7 +308,7 @@ def group_figure(
             "range": [len(rows) - 0.4, -0.6],
         },
     )
-    return fig.add_vline(x=model.threshold, line={"color": style.TEXT_COLOUR, "width": 1, "dash": "dash"})
+    return fig.add_vline(x=model.threshold, line={"color": TEXT_COLOUR, "width": 1, "dash": "dash"})
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #537ff067
 MAX_ERRORS = 10
@@ -320,7 +334,7 @@ class Misclassified:
 
 def worst_errors(
     ds: Segments,
-    table: "pd.DataFrame",  # of its recordings, with a column leak
+    table: pd.DataFrame,  # of its recordings, with a column leak
     model: ScoredModel,
     segments: np.ndarray,  # [B, L] scores
 ) -> tuple[Misclassified, ...]:  # at most MAX_ERRORS
@@ -372,24 +386,24 @@ def spectrogram_figure(
 ) -> "go.Figure":
     "Draw spectrograms with one colour scale, each with the scores of its segments below."
     pictures = [_picture(s, spec) for s in shown]
-    low, high = style.colour_range(np.concatenate([p.ravel() for _, _, p in pictures]), 80.0)
+    low, high = colour_range(np.concatenate([p.ravel() for _, _, p in pictures]), 80.0)
     n_cols = min(n_cols, len(shown))
     n_rows = -(-len(shown) // n_cols)
     titles = [[s.title for s in shown[k : k + n_cols]] for k in range(0, len(shown), n_cols)]
-    fig = style.styled_subplots(
+    fig = styled_subplots(
         rows=2 * n_rows,
         cols=n_cols,
         horizontal_spacing=0.07,
         subplot_titles=[t for own in titles for t in [*own, *[""] * (2 * n_cols - len(own))]],
     )
-    fig.update_annotations(font={"size": 11, "color": style.TEXT_COLOUR})
-    for k, (s, (edges, times, picture)) in enumerate(zip(shown, pictures)):
+    fig.update_annotations(font={"size": 11, "color": TEXT_COLOUR})
+    for k, (s, (edges, times, picture)) in enumerate(zip(shown, pictures, strict=True)):
         row, col = divmod(k, n_cols)
         upper, lower = {"row": 2 * row + 1, "col": col + 1}, {"row": 2 * row + 2, "col": col + 1}
         bands = np.arange(len(picture)) if spec is None else spec.mel_hz
-        heat, scores = _traces(s, edges, times, bands, style.whole_db(picture, low, high))
+        heat, scores = _traces(s, edges, times, bands, whole_db(picture, low, high))
         fig.add_trace(heat, **upper).add_trace(scores, **lower)
-        fig.add_hline(y=threshold, line={"color": style.TEXT_COLOUR, "width": 1, "dash": "dash"}, **lower)
+        fig.add_hline(y=threshold, line={"color": TEXT_COLOUR, "width": 1, "dash": "dash"}, **lower)
         reach = [float(edges[0]), float(edges[-1])]
         fig.update_xaxes(range=reach, showticklabels=False, **upper)
         fig.update_xaxes(range=reach, title={"text": "time (s)", "standoff": 4}, **lower)
@@ -406,7 +420,7 @@ def spectrogram_figure(
             "colorbar": {"title": {"text": "dB"}, "thickness": 12, "outlinewidth": 0, "len": 0.5},
         }
     )
-    return style.apply_style(fig, title, note, 90 + 290 * n_rows)
+    return apply_style(fig, title, note, 90 + 290 * n_rows)
 
 
 def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -416,7 +430,7 @@ def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np
     if spec is not None:
         steps = [n / spec.sample_rate for n in (spec.long_hop, spec.short_hop, spec.hop_length)]
     edges = (s.first + np.arange(n_long + 1)) * steps[0]
-    times, index = style.frame_starts_s(edges[:-1], np.arange(n_short) * steps[1], n_frames, steps[2])
+    times, index = frame_starts_s(edges[:-1], np.arange(n_short) * steps[1], n_frames, steps[2])
     first = np.arange(0, len(times), -(-len(times) // _MAX_COLUMNS))
     frames = s.mels.transpose(2, 0, 1, 3).reshape(n_mels, -1)[:, index].astype(np.float32)
     return edges, times[first], np.fmax.reduceat(frames, first, axis=1)
@@ -435,7 +449,7 @@ def _traces(
         "name": s.title,
         "hovertemplate": "%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>",
     }
-    step = -(-len(edges) // style.MAX_POINTS)
+    step = -(-len(edges) // MAX_POINTS)
     scores = {
         "type": "scatter",
         "x": f32(edges[::step]),

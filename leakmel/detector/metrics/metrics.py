@@ -294,7 +294,7 @@ class DecisionRule:
         return {
             "vote": self.vote,
             "share": self.share,
-            "thresholds": dict(zip(VOTES, self.thresholds)),
+            "thresholds": dict(zip(VOTES, self.thresholds, strict=True)),
             "threshold_from": self.threshold_from,
         }
 

@@ -94,7 +94,7 @@ class BlendClassifier(nn.Module):
         "Return the probability of each class in each long segment, [B, L, K]; `mask` as for its members."
         s = self.settings
         found = [m.class_probabilities(rows, mask) for m in self.members]  # type: ignore[operator]
-        leaks = [platt(f[..., s.leak], a, b) for f, a, b in zip(found, s.slopes, s.offsets)]
+        leaks = [platt(f[..., s.leak], a, b) for f, a, b in zip(found, s.slopes, s.offsets, strict=True)]
         leak = sum(leaks[1:], leaks[0])[..., None] / len(leaks)
         is_leak = torch.arange(found[0].shape[-1], device=rows.device) == s.leak
         others = torch.where(is_leak, 0, sum(found[1:], found[0]))
@@ -242,7 +242,7 @@ class Detector:
                     flat[chosen] = self.classifier.class_probabilities(rows.flatten(0, 1)[chosen, None])[:, 0]
                 return flat.unflatten(0, (n, n_long))
             mask = _to_device(torch.from_numpy(has), rows.device)
-            pairs = zip(rows.split(at_once), mask.split(at_once))
+            pairs = zip(rows.split(at_once), mask.split(at_once), strict=True)
             scored = torch.cat([self.classifier.class_probabilities(*pair) for pair in pairs])
             return torch.where(mask[:, :, None], scored, torch.nan)
 

@@ -45,7 +45,7 @@ class NetSettings:
             raise UsageError(
                 "a net needs positive sizes, 2 classes and a layer", code="invalid-net", found=self
             )
-        pairs = zip((1, *self.channels), self.channels, self.kernels())
+        pairs = zip((1, *self.channels[:-1]), self.channels, self.kernels(), strict=True)
         n = sum(a * b * bands * columns for a, b, (bands, columns) in pairs)
         n += self.channels[-1] * (2 * self.channels[-1] + self.n_classes) + 2 * self.n_mels
         if n > MAX_WEIGHTS:
@@ -113,7 +113,7 @@ class LeakNet(nn.Module):
         self.layers = nn.Sequential()
         n_in = 1
         bands_left = s.n_mels
-        for n_out, kernel in zip(s.channels, s.kernels()):
+        for n_out, kernel in zip(s.channels, s.kernels(), strict=True):
             layer = nn.Sequential(
                 nn.Conv2d(n_in, n_out, kernel, padding=(kernel[0] // 2, 0), bias=False),
                 _ItemNorm(max(g for g in (1, 2, 4, 8) if n_out % g == 0), n_out),

@@ -469,7 +469,7 @@ def baseline_features(*parts: Segments, progress: str = "auto") -> dict[str, np.
     n = sum(len(ds.rows) for ds in parts)
     with DelayedProgress("baseline features", total=n, unit="recordings", show=progress) as count:
         found = [_band_statistics(ds, count) for ds in parts]
-    mean, shape = (np.concatenate(own) for own in zip(*found))
+    mean, shape = (np.concatenate(own) for own in zip(*found, strict=True))
     level = [own for own in map(levels, parts) if own is not None]
     of_level = np.concatenate(level) if len(level) == len(parts) else mean.mean(1, keepdims=True)
     return {"level": of_level, "mean_mels": mean, "trees": shape}

@@ -350,7 +350,7 @@ class RecordingReaders:
         self.status[k] = sys.intern(status)
         rows, counts = cut_into_rows(row, self.spec)
         self.n_long[k] = counts.sum()
-        yield from zip(rows, self.spec.row_shape[0] * np.arange(len(rows)), counts.tolist())
+        yield from zip(rows, self.spec.row_shape[0] * np.arange(len(rows)), counts.tolist(), strict=True)
 
 # %% ../../../nbs/detector/predict/scoring.ipynb #65480c2b
 class HostScorer(AbstractContextManager["HostScorer"]):
