@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from leakmel.core.errors import RecordingError, UsageError, show_path
+from leakmel.core.errors import RecordingError, show_path
 from leakmel.core.store import LocalCopies
 from leakmel.detector.data.segments import conform_recording, covered_samples, cut_into_rows
 from leakmel.detector.evaluate.evaluation import Evaluation
@@ -139,15 +139,8 @@ def segment_features(
 def suspicious_mels(
     predictions: Predictions,
     most: int = 4,  # recordings, 0 to MOST_RECORDINGS
-) -> "go.Figure":  # raises UsageError for a number that cannot be drawn
+) -> "go.Figure":
     "Draw the spectrograms and segment scores of the recordings with the highest scores."
-    if not 0 <= most <= MOST_RECORDINGS:
-        raise UsageError(
-            "the figure cannot show this number of recordings",
-            code="out-of-range",
-            found=most,
-            expected=f"0 to {MOST_RECORDINGS}",
-        )
     rule = predictions.rule
     chosen = [predictions.scored[k] for k in np.argsort(-predictions.score, kind="stable")[:most].tolist()]
     if not chosen:

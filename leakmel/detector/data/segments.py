@@ -471,6 +471,17 @@ class Segments(AbstractContextManager["Segments"]):
             places = np.flatnonzero((rows >= start) & (rows < end))
             yield source, places, rows[places] - start
 
+    def blocks(
+        self,
+        rows: np.ndarray,  # [k] int, counted through the data sets
+        size: int,  # rows that are read at once
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        "Read rows in blocks: their places among `rows`, and [n, L, S, M, T] rows."
+        for source, places, own in self.by_source(rows):
+            for at in range(0, len(own), size):
+                some = slice(at, at + size)
+                yield places[some], read_rows(source.mels, own[some])
+
     @property
     def item_shape(self) -> tuple[int, ...]:
         "Shape of an item."
@@ -522,8 +533,11 @@ class Segments(AbstractContextManager["Segments"]):
         for i in at[(at < 0) | (at >= len(self))]:
             raise IndexError(f"item {i} does not exist: the data set has {len(self)} items")
         numbers = torch.from_numpy(at)
-        held = self.preloaded
-        x = torch.from_numpy(self.read(at)) if held is None else held.index_select(0, numbers)
+        x = (
+            torch.from_numpy(self.read(at))
+            if self.preloaded is None
+            else self.preloaded.index_select(0, numbers)
+        )
         return Batch(x, torch.from_numpy(self.labels[self.recording_of(at)]), numbers)
 
     def read(
@@ -695,8 +709,8 @@ class Loader(AbstractContextManager["Loader"]):
         size = self.order.batch_size
         items, ends = self.order.items()
         first = self.order.batch * size
-        cuts = [first, *(end for end in (ends[:-1] // size * size).tolist() if end > first), len(items)]
-        cuts = np.unique(cuts).tolist()
+        between = ends[:-1] // size * size
+        cuts = np.unique([first, *between[between > first], len(items)]).tolist()
 
         def read(span: tuple[int, int]) -> Batch:
             buffer = self.ds.batch(items[slice(*span)])

@@ -72,13 +72,14 @@ def group_values(
         if name not in table and f"extra/{name}" in table:
             name = f"extra/{name}"  # a column of the table that the data set was built from
         if name not in table:
-            names = "files of the earlier system store no names: pass a list of groups"
             raise UsageError(
                 "the column to group by does not exist",
                 code="unknown-column",
                 found=repr(name),
                 expected=", ".join(table.columns),
-                remedy=None if "path" in table else names,
+                remedy=None
+                if "path" in table
+                else "files of the earlier system store no names: pass a list of groups",
             )
         name = table[name].tolist()
     if not isinstance(name, Iterable) or isinstance(name, _UNORDERED) or getattr(name, "ndim", 1) != 1:
@@ -299,10 +300,9 @@ def _is_separable(
     for other in kept:
         code = join_groups(code, other[inside])
     labels = table["label"].to_numpy(object)[inside]
-    for has_label in (labels == label for label in set(labels)):
-        if len(np.unique(code[has_label])) < len(np.unique(part[inside][has_label])):
-            return False
-    return bool(np.bincount(code).max() <= np.bincount(part[inside]).max())
+    alike = (labels == label for label in set(labels))
+    is_enough = all(len(np.unique(code[own])) >= len(np.unique(part[inside][own])) for own in alike)
+    return is_enough and bool(np.bincount(code).max() <= np.bincount(part[inside]).max())
 
 
 def find_shared(
@@ -455,12 +455,15 @@ def _check_split(
         part[rows] = k
     found = tuple(find_shared(table, part, list(parts), groups, grouped_by))
     inside = np.flatnonzero(part >= 0)
-    problems = []
-    for k, label in enumerate(class_names):
-        missing = [name for name, rows in parts.items() if not (labels[rows] == k).any()]
-        if 0 < len(missing) < len(parts):
-            text = f"the label has no recording in {', '.join(missing)}"
-            problems.append(Problem("empty_label", show_path(label), text))
+    lacking = {
+        label: [name for name, rows in parts.items() if not (labels[rows] == k).any()]
+        for k, label in enumerate(class_names)
+    }
+    problems = [
+        Problem("empty_label", show_path(label), f"the label has no recording in {', '.join(own)}")
+        for label, own in lacking.items()
+        if 0 < len(own) < len(parts)
+    ]
     problems += _tied_labels(table.iloc[inside], labels[inside], class_names)
     unchecked = tuple(
         kind

@@ -356,8 +356,12 @@ def _open_parts(
         if split is not None:
             split.require(sum(map(len, opened[part])), part)
             rows = {n: own for n, own in split.parts.items() if n in (part, "training", "validation")}
-        how: dict[str, Any] = {"level": "recording", "task": task, "preload_to_ram": False}
-        yield {n: Segments(opened.get(n, opened[part]), rows=own, **how) for n, own in rows.items()}
+        yield {
+            n: Segments(
+                opened.get(n, opened[part]), level="recording", rows=own, task=task, preload_to_ram=False
+            )
+            for n, own in rows.items()
+        }
 
 # %% ../../../nbs/detector/evaluate/evaluation.ipynb #1d21fc1a
 def _leakage_warnings(

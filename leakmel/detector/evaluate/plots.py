@@ -127,7 +127,6 @@ def roc_figure(
             False: f"not shown to be better than {standing}",
             None: "comparison with the baselines not possible",
         }[verdict.beats]
-    place = {"x": 0.98, "xanchor": "right", "y": 0.05, "yanchor": "bottom", "yref": "paper"}
     return styled_figure(
         traces,
         f"{names[0]}, {result}",
@@ -143,7 +142,15 @@ def roc_figure(
             "range": [-0.01, 1.02],
             "tickformat": ".0%",
         },
-        legend=dict(orientation="v", bgcolor="rgba(128,128,128,0.08)", **place),
+        legend={
+            "orientation": "v",
+            "bgcolor": "rgba(128,128,128,0.08)",
+            "x": 0.98,
+            "xanchor": "right",
+            "y": 0.05,
+            "yanchor": "bottom",
+            "yref": "paper",
+        },
     )
 
 

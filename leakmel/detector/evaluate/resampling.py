@@ -492,8 +492,8 @@ class Generalisation(Resampled):
 
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
-        n = f"{self.groupings[0]['recordings']:,} recordings ({self.groupings[0]['leaks']:,} leaks)"
-        rows = [("detector", f"{self.asked}, {n}")]
+        n, n_leaks = (self.groupings[0][name] for name in ("recordings", "leaks"))
+        rows = [("detector", f"{self.asked}, {n:,} recordings ({n_leaks:,} leaks)")]
         for g in self.groupings:
             title = " = ".join(map(show_path, (g["by"], *g["same_groups"])))
             if g["left_out"]:

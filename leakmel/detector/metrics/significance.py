@@ -603,19 +603,21 @@ def describe_gain(
     """
     i = gain.interval
     what = f"recordings of the same {word}s" if curve == "recordings" else f"{word}s"
+    answers = {
+        "unknown": f"Whether more {what} would help cannot be told",
+        "helps": f"More {what} would probably help",
+        "hardly": f"More {what} would hardly help",
+    }
     finding = "unknown"
-    answer = f"Whether more {what} would help cannot be told"
     if i.known and i.low > 0 and i.high > NEGLIGIBLE:
         finding = "helps"
-        answer = f"More {what} would probably help"
     elif i.known and max(abs(i.low), abs(i.high)) <= NEGLIGIBLE:
         finding = "hardly"
-        answer = f"More {what} would hardly help"
     ends = i.in_brackets(name="95 % interval ") or f" ({i.note})"
     return gain.summary | {
         "share": share,
         "finding": finding,
-        "text": f"{answer}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all.",
+        "text": f"{answers[finding]}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all.",
     }
 
 # %% ../../../nbs/detector/metrics/significance.ipynb #ge000008
@@ -645,8 +647,12 @@ def new_group_answer(
     few = "; ".join(f"only {what}" for n, what in support if n < MIN_GROUPS)
     too_few = f"{few}; at least {MIN_GROUPS} are needed."
     unknown = "What happens on a new pipe cannot be told:"
-    found: dict[str, Any] = {"text": f"{unknown} {too_few}", "hardest": "", "easiest": ""}
-    found |= dict.fromkeys(("auc", "low", "high", "fall"))
+    found: dict[str, Any] = {
+        "text": f"{unknown} {too_few}",
+        "hardest": "",
+        "easiest": "",
+        **dict.fromkeys(("auc", "low", "high", "fall")),
+    }
     if not enough:
         return found
     # of the hardest grouping: the same draws for both, as their difference is paired
@@ -673,6 +679,11 @@ def new_group_answer(
         f"{unknown} folds by {hard.title} test known pipes too.": hard.name in _MAY_SHARE_PIPES,
         f"Harder tests decide nothing: {too_few}": bool(few),
     }
-    found["text"] = " ".join(sentence for sentence, holds in sentences.items() if holds)
-    found |= {"hardest": hard.name, "easiest": easy.name}
-    return found | {"auc": plain(auc), "low": plain(i.low), "high": plain(i.high)}
+    return found | {
+        "text": " ".join(sentence for sentence, holds in sentences.items() if holds),
+        "hardest": hard.name,
+        "easiest": easy.name,
+        "auc": plain(auc),
+        "low": plain(i.low),
+        "high": plain(i.high),
+    }

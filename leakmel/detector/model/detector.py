@@ -266,11 +266,14 @@ class Detector:
 
         Replaces another detector, and raises OutputError for anything else.
         """
-        head: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN_FIELDS}
         about, weights = to_plain(self.classifier)
-        head |= {"classifier": about, "task": asdict(self.task)}
-        head["spec"] = self.spec and self.spec.to_dict()
-        head["evaluations"] = [asdict(e) for e in self.evaluations]
+        head: dict[str, Any] = {
+            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
+            "classifier": about,
+            "task": asdict(self.task),
+            "spec": self.spec and self.spec.to_dict(),
+            "evaluations": [asdict(e) for e in self.evaluations],
+        }
         seen = self.provenance
         values = {
             "format": FORMAT,

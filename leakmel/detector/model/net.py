@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leakmel.core.errors import DataError, UsageError
-from leakmel.dataset.reader import read_rows
 from leakmel.detector.data.segments import Segments, Task
 from leakmel.detector.model.settings import AugmentSettings, TrainSettings
 
@@ -175,18 +174,15 @@ def band_statistics(ds: Segments) -> tuple[np.ndarray, np.ndarray]:
     if not len(ds.rows):
         raise DataError("the data set holds no training recordings", code="no-recordings")
     at = np.unique(np.linspace(0, len(ds.rows) - 1, min(1000, len(ds.rows))).astype(np.int64))
-    segment_mask = np.arange(ds.row_shape[0]) < ds.segment_counts[at][:, None]
+    mask = ds.segment_mask[at]
     total = np.zeros(ds.row_shape[2])
     squares = np.zeros(ds.row_shape[2])
     n = 0
-    for source, mine, numbers in ds.by_source(ds.rows[at]):
-        for k in range(0, len(mine), 64):
-            part = slice(k, k + 64)
-            read = read_rows(source.mels, numbers[part])[segment_mask[mine[part]]].astype(np.float64)
-            x = np.moveaxis(read, -2, 0).reshape(len(total), -1)
-            total += x.sum(1)
-            squares += (x * x).sum(1)
-            n += x.shape[1]
+    for some, rows in ds.blocks(ds.rows[at], 64):
+        x = np.moveaxis(rows[mask[some]].astype(np.float64), -2, 0).reshape(len(total), -1)
+        total += x.sum(1)
+        squares += (x * x).sum(1)
+        n += x.shape[1]
     if not np.isfinite(mean := total / n).all():
         raise DataError(
             "the training rows hold NaN or infinite values: check them with leakmel verify",

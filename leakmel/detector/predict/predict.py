@@ -125,11 +125,10 @@ def joined_columns(
     "Join the columns of consecutive parts of a prediction, at least one."
     n_segments = np.concatenate([p.segment_scores.n_segments for p in parts])
     values = np.concatenate([p.segment_scores.values for p in parts])
-    names = [f.name for f in fields(ScoredRecordings)[2:]]
     return ScoredRecordings(
         paths=list(chain.from_iterable(p.paths for p in parts)),
         segment_scores=SegmentScores(values, np.cumsum(n_segments)),
-        **{name: np.concatenate([getattr(p, name) for p in parts]) for name in names},
+        **{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(ScoredRecordings)[2:]},
     )
 
 # %% ../../../nbs/detector/predict/predict.ipynb #b43233b0
@@ -677,8 +676,12 @@ def _score_on_cluster(found: RecordingList, how: _How, cluster: Cluster, progres
             found=", ".join(f"{engine} on {device}" for engine, device in sorted(others)),
             remedy="name engine and device (--engine cpu --device cpu)",
         )
-    every = tuple(sorted(chain.from_iterable(rejections), key=lambda r: r.path))
-    return joined_columns(recordings), every, engines[0], devices[0]
+    return (
+        joined_columns(recordings),
+        tuple(sorted(chain.from_iterable(rejections), key=lambda r: r.path)),
+        engines[0],
+        devices[0],
+    )
 
 
 def predict(

@@ -70,8 +70,8 @@ class TrainingData:
     @property
     def parts(self) -> dict[str, Segments]:
         "Data sets by name."
-        named = {"training": self.training, "validation": self.validation}
-        return {name: ds for name, ds in named.items() if ds is not None}
+        validation = {} if self.validation is None else {"validation": self.validation}
+        return {"training": self.training} | validation
 
     @property
     def class_counts(self) -> list[int]:
@@ -153,9 +153,12 @@ def open_training(
             rows = split.parts["training"]
             validation_rows = split.parts.get("validation")
         learned = Segments(opened, level="long", rows=rows, **some)
-        evaluated = None
-        if held or validation_rows is not None:
-            evaluated = Segments(held or opened, level="recording", rows=validation_rows, **some)
+        has_validation = held or validation_rows is not None
+        evaluated = (
+            Segments(held or opened, level="recording", rows=validation_rows, **some)
+            if has_validation
+            else None
+        )
         data = TrainingData(learned, evaluated, task, split, {})
         for name, part in data.parts.items():
             if note := too_short(part):
@@ -594,8 +597,10 @@ def end_epoch(
     is_leak = np.zeros(0, bool)
     if data.validation is not None:
         is_leak = data.validation.is_leak
-        what = "memory is too small to score the validation recordings during the training"
-        with memory_guard(what, "free memory, use loader='stream', or device='cpu'"):
+        with memory_guard(
+            "memory is too small to score the validation recordings during the training",
+            "free memory, use loader='stream', or device='cpu'",
+        ):
             scores = score_rows(
                 detector_of(state), data.validation, device=state.stepper.device, progress=progress
             )
@@ -642,11 +647,11 @@ def _speed(state: TrainingState, times: Mapping[str, float]) -> dict[str, Any]:
 # %% ../../../nbs/detector/train/state.ipynb #87cb4bc0
 def data_record(data: TrainingData, settings: TrainSettings) -> dict[str, Any]:
     "Return what is recorded of any training as plain values: versions, settings, data and split."
-    split = None
-    if data.split is not None:
-        split = {n: getattr(data.split, n) for n in ("method", "leaky", "stamp", "allowed_leaky")}
-        split["problems"] = [f"{p.path}: {p.message}" for p in data.split.problems]
-        split["unchecked"] = list(data.split.unchecked)
+    split = data.split and {
+        **{n: getattr(data.split, n) for n in ("method", "leaky", "stamp", "allowed_leaky")},
+        "problems": [f"{p.path}: {p.message}" for p in data.split.problems],
+        "unchecked": list(data.split.unchecked),
+    }
     names = data.task.model_names
     parts = {
         part: {

@@ -148,8 +148,9 @@ class Stepper:
                 ) from e
             for group in self.optimiser.param_groups:
                 group["lr"] = learning_rate(self.n_done, self.n_steps, self.settings)
-            text = "memory ran out while the weights were updated"
-            with memory_guard(text, "resume from the last checkpoint"):
+            with memory_guard(
+                "memory ran out while the weights were updated", "resume from the last checkpoint"
+            ):
                 self.scaler.step(self.optimiser)
                 self.scaler.update()
         self.n_done += 1
