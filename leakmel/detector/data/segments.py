@@ -28,7 +28,7 @@ from leakmel.dataset.reader import MelDataset, open_dataset, read_rows
 from leakmel.dataset.writer import map_in_order
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings.conform import conform, piece_count, resampled_length
-from leakmel.recordings.labels import CurrentLabels, check_paths
+from leakmel.recordings.labels import CurrentLabels, LabelTable, check_paths, read_labels
 from leakmel.recordings.wav import Recording
 
 # %% ../../../nbs/detector/data/segments.ipynb #4e57df5c
@@ -260,9 +260,11 @@ def open_sources(
     opened: list[MelDataset] = []
     try:
         for s in given:
-            path = s.path if isinstance(s, MelDataset) else s
-            is_open = isinstance(s, MelDataset) and people is None  # else it keeps its labels for its owner
-            opened.append(s if is_open else open_dataset(path, legacy=legacy, people=people))
+            if isinstance(s, MelDataset) and people is None:
+                opened.append(s)
+            else:  # an open data set keeps its labels for its owner
+                path = s.path if isinstance(s, MelDataset) else s
+                opened.append(open_dataset(path, legacy=legacy, people=people))
         facts = [
             {
                 "the shape of a row": ds.mels.shape[1:],
@@ -301,12 +303,14 @@ def close_opened(opened: Sequence[MelDataset], sources: DataSource | Sequence[Da
 @contextmanager
 def open_parts(
     parts: Mapping[str, DataSource | Sequence[DataSource]],  # data sets of each part
-    **how: Any,  # options of `open_sources`
+    labels: LabelTable | None = None,  # labels by people, which replace those of the data sets
+    **how: Any,  # other options of `open_sources`
 ) -> Iterator[dict[str, list[MelDataset]]]:
     "Open the data sets of several parts together; those that are opened here are closed with the block."
     given = {name: source_list(own) for name, own in parts.items()}
     joined = [s for own in given.values() for s in own]
-    opened = open_sources(joined, **how)
+    people = None if labels is None else read_labels(labels)
+    opened = open_sources(joined, people=people, **how)
     try:
         left = iter(opened)
         yield {name: list(islice(left, len(own))) for name, own in given.items()}

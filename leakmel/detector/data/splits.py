@@ -21,7 +21,7 @@ from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.dataset.reader import MelDataset
 from leakmel.detector.data.segments import LEFT_OUT, DataSource, Segments, Task, open_parts, row_blocks
-from leakmel.recordings.labels import LabelTable, read_labels
+from leakmel.recordings.labels import LabelTable
 from leakmel.recordings.problems import Columns, Problem, content_problems
 from leakmel.recordings.wav import digest_of
 
@@ -559,19 +559,26 @@ def group_split(
             ),
         )
     parts = {name: inside[part == k] for k, name in enumerate(shares)}
-    by = {group_name(group): values.astype(object)}
-    return _check_split(table, label_ids, class_names, parts, method, allow_leaky_split, groups, by)
+    return _check_split(
+        table,
+        label_ids,
+        class_names,
+        parts,
+        method,
+        allow_leaky_split,
+        groups,
+        grouped_by={group_name(group): values.astype(object)},
+    )
 
 
 def _labelled_table(
     parts: Mapping[str, DataSource | Sequence[DataSource]],
     progress: str,
     labels: LabelTable | None = None,  # labels by people
-    **how: Any,  # other options of `open_sources`
+    **how: Any,  # other options of `open_parts`
 ) -> tuple["pd.DataFrame", np.ndarray, tuple[str, ...], list[int]]:
     "Read the table of recordings, their labels by number, the names of the labels, and the recordings of each part."
-    people = None if labels is None else read_labels(labels)
-    with open_parts(parts, people=people, **how) as opened:
+    with open_parts(parts, labels, **how) as opened:
         every = [ds for own in opened.values() for ds in own]
         table = recordings_table(every, progress=progress)
         names: dict[str, str] = {}  # by what is compared, which ignores case and what cannot be seen

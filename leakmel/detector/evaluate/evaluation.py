@@ -45,7 +45,7 @@ from leakmel.detector.model.files import CHAMPION_FILE, model_file, pick_device,
 from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.detector.train.state import Sources, row_digests, too_short, trailing_silence
 from leakmel.mel.spec import MelSpec
-from leakmel.recordings.labels import CurrentLabels, LabelTable, counts_text, joint_counts, read_labels
+from leakmel.recordings.labels import LabelTable, counts_text, joint_counts
 from leakmel.recordings.wav import digest_of
 
 if TYPE_CHECKING:
@@ -348,10 +348,10 @@ def _open_parts(
     part: str,
     task: Task,
     legacy: bool,
-    people: CurrentLabels | None,
+    labels: LabelTable | None,
 ) -> Iterator[dict[str, Segments]]:
     "Open the recordings of each part; data sets that were already open stay open."
-    with open_parts(sources, legacy=legacy, same_labels=False, people=people) as opened:
+    with open_parts(sources, labels, legacy=legacy, same_labels=False) as opened:
         rows: dict[str, np.ndarray | None] = dict.fromkeys(opened)  # None: all
         if split is not None:
             split.require(sum(map(len, opened[part])), part)
@@ -538,8 +538,7 @@ def evaluate(
         )
     sources = {name: own for name, own in (given | {part: data}).items() if own is not None}
     how = {"device": pick_device(device), "files_per_batch": files_per_batch}
-    people = None if labels is None else read_labels(labels)
-    with _open_parts(sources, split, part, detector.task, legacy, people) as parts:
+    with _open_parts(sources, split, part, detector.task, legacy, labels) as parts:
         if split is None and len(parts) > 1:
             split = existing_split(
                 {name: ds.sources for name, ds in parts.items()},

@@ -20,28 +20,14 @@ from leakmel.detector.data.segments import Segments
 from leakmel.detector.metrics.metrics import Reliability, roc
 from leakmel.detector.metrics.significance import Groups, Interval, ScoredModel, Verdict
 from leakmel.mel.spec import MelSpec
-from leakmel.pages.plots import (
-    LABEL_COLORS,
-    LINE_COLOUR,
-    MAX_POINTS,
-    TEXT_COLOUR,
-    apply_style,
-    colour_range,
-    f32,
-    frame_starts_s,
-    label_colour,
-    plain_text,
-    styled_figure,
-    styled_subplots,
-    whole_db,
-)
+from leakmel.pages import plots as style
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 
-LEAK_COLOR = LABEL_COLORS[1]
-OTHER_COLOR = LABEL_COLORS[0]
+LEAK_COLOR = style.LABEL_COLORS[1]
+OTHER_COLOR = style.LABEL_COLORS[0]
 
 
 def counted(n: int, what: str) -> str:  # what: in the singular
@@ -56,7 +42,7 @@ def error_bars(
     colour: str,
 ) -> dict[str, Any]:
     "Return the bars of figures with intervals, as plotly takes them."
-    down, up = (f32(np.nan_to_num(np.abs(np.subtract(end, values)))) for end in (low, high))
+    down, up = (style.f32(np.nan_to_num(np.abs(np.subtract(end, values)))) for end in (low, high))
     return {
         "type": "data",
         "symmetric": False,
@@ -73,7 +59,7 @@ _DIAGONAL: dict[str, Any] = {
     "x": [0.0, 1.0],
     "y": [0.0, 1.0],
     "mode": "lines",
-    "line": {"color": LINE_COLOUR, "width": 1},
+    "line": {"color": style.LINE_COLOUR, "width": 1},
     "showlegend": False,
     "hoverinfo": "skip",
 }
@@ -89,30 +75,30 @@ def roc_figure(
 ) -> "go.Figure":
     "Draw the ROC curves of a detector and the baselines."
     if not np.isfinite(ways[0].figures["auc"]):
-        return styled_figure([], f"No ROC curve: {ways[0].undefined['auc']}", stamp, height=120)
+        return style.styled_figure([], f"No ROC curve: {ways[0].undefined['auc']}", stamp, height=120)
     traces = [_DIAGONAL]
     names = []
     for k, model in enumerate((*ways, *baselines)):
         curve = roc(truth, model.score)
-        at = np.unique(np.linspace(0, len(curve.threshold) - 1, MAX_POINTS // 2).astype(np.int64))
+        at = np.unique(np.linspace(0, len(curve.threshold) - 1, style.MAX_POINTS // 2).astype(np.int64))
         names.append(f"AUC {model.figures['auc']:.2f}{model.intervals['auc'].in_brackets('.2f')}")
         line = {"width": 1.6, "dash": "dot"} if k >= len(ways) else {"width": 2.6}
         same = {"type": "scatter", "legendgroup": model.name}
         traces += [
             dict(
-                name=f"{plain_text(model.title)}: {names[-1]}",
-                x=f32(curve.false_alarm_rate[at]),
-                y=f32(curve.sensitivity[at]),
+                name=f"{style.plain_text(model.title)}: {names[-1]}",
+                x=style.f32(curve.false_alarm_rate[at]),
+                y=style.f32(curve.sensitivity[at]),
                 mode="lines",
-                line=dict(color=label_colour(k), **line),
+                line=dict(color=style.label_colour(k), **line),
                 hovertemplate="%{y:.1%} of leaks at %{x:.1%} false alarms<extra>%{fullData.name}</extra>",
                 **same,
             ),
             dict(
-                x=f32([1 - model.figures["specificity"]]),
-                y=f32([model.figures["sensitivity"]]),
+                x=style.f32([1 - model.figures["specificity"]]),
+                y=style.f32([model.figures["sensitivity"]]),
                 mode="markers",
-                marker={"color": label_colour(k), "size": 9, "symbol": "diamond"},
+                marker={"color": style.label_colour(k), "size": 9, "symbol": "diamond"},
                 showlegend=False,
                 hovertemplate=f"threshold {model.threshold:.3f}: "
                 + "%{y:.1%} of leaks, %{x:.1%} false alarms<extra></extra>",
@@ -121,13 +107,14 @@ def roc_figure(
         ]
     result = "not compared with a baseline"
     if verdict is not None:
-        standing = " and ".join(plain_text(title) for title, d in verdict.against if not d.is_better)
+        standing = " and ".join(style.plain_text(title) for title, d in verdict.against if not d.is_better)
         result = {
             True: "better than all baselines",
             False: f"not shown to be better than {standing}",
             None: "comparison with the baselines not possible",
         }[verdict.beats]
-    return styled_figure(
+    place = {"x": 0.98, "xanchor": "right", "y": 0.05, "yanchor": "bottom", "yref": "paper"}
+    return style.styled_figure(
         traces,
         f"{names[0]}, {result}",
         f"{stamp}Diamonds: decision threshold. In brackets: 95 % confidence interval",
@@ -142,15 +129,7 @@ def roc_figure(
             "range": [-0.01, 1.02],
             "tickformat": ".0%",
         },
-        legend={
-            "orientation": "v",
-            "bgcolor": "rgba(128,128,128,0.08)",
-            "x": 0.98,
-            "xanchor": "right",
-            "y": 0.05,
-            "yanchor": "bottom",
-            "yref": "paper",
-        },
+        legend=dict(orientation="v", bgcolor="rgba(128,128,128,0.08)", **place),
     )
 
 
@@ -163,14 +142,14 @@ def auc_figure(
     "Draw lines of AUC with their intervals as bars; a figure without an interval has no bar."
     traces = []
     for k, (name, own) in enumerate(points.groupby("line", sort=False)):
-        colour = label_colour(k)
+        colour = style.label_colour(k)
         ends = (own["auc_low"], own["auc_high"])
         traces.append(
             {
                 "type": "scatter",
                 "name": name,
-                "x": f32(own["x"]),
-                "y": f32(own["auc"]),
+                "x": style.f32(own["x"]),
+                "y": style.f32(own["auc"]),
                 "mode": "lines+markers",
                 "line": {"color": colour, "width": 1.4 if k else 2.6, "dash": "dot" if k else "solid"},
                 "marker": {"color": colour, "size": 6 if k else 9},
@@ -179,7 +158,7 @@ def auc_figure(
                 "hovertemplate": "AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
             }
         )
-    fig = styled_figure(traces, title, note, height=460, xaxis=xaxis, yaxis={"title": {"text": "AUC"}})
+    fig = style.styled_figure(traces, title, note, height=460, xaxis=xaxis, yaxis={"title": {"text": "AUC"}})
     return fig.update_layout(margin={"b": 44})
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #3e9619ec
@@ -188,10 +167,10 @@ def confusion_figure(model: ScoredModel, leak_label: str = "leak", *, stamp: str
     c = model.counts
     counts = np.array([[c.true_leak, c.missed_leak], [c.false_alarm, c.true_normal]])  # rows truth
     share = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    leak = plain_text(leak_label)
+    leak = style.plain_text(leak_label)
     cells = {
         "type": "heatmap",
-        "z": f32(np.array([[1, -1], [-1, 1]]) * share),  # right ones blue, wrong ones red
+        "z": style.f32(np.array([[1, -1], [-1, 1]]) * share),  # right ones blue, wrong ones red
         "x": [f"called {leak}", "called normal"],
         "y": [f"{leak} ({counts[0].sum():,})", f"others ({counts[1].sum():,})"],
         "text": [
@@ -208,7 +187,7 @@ def confusion_figure(model: ScoredModel, leak_label: str = "leak", *, stamp: str
         "colorscale": [[0, "#E8875A"], [0.5, "#EDEDED"], [1, "#7DB4DC"]],
         "hovertemplate": "%{y}, %{x}: %{text}<extra></extra>",
     }
-    return styled_figure(
+    return style.styled_figure(
         [cells],
         f"{counted(c.missed_leak, 'leak')} missed and {counted(c.false_alarm, 'false alarm')} in {c.n:,} recordings",
         f"{stamp}{model.title}, threshold {model.threshold:.3f}; percentages per row",
@@ -236,12 +215,12 @@ def reliability_figure(
                 {
                     "type": "scatter",
                     "name": name,
-                    "x": f32(own.mean_score[own.n > 0]),
-                    "y": f32(own.leak_share[own.n > 0]),
+                    "x": style.f32(own.mean_score[own.n > 0]),
+                    "y": style.f32(own.leak_share[own.n > 0]),
                     "mode": "lines+markers",
                     "line": {"color": colour, "width": 1.4},
                     "marker": {
-                        "size": f32(7 + 23 * np.sqrt(n / n.max(initial=1))),
+                        "size": style.f32(7 + 23 * np.sqrt(n / n.max(initial=1))),
                         "color": colour,
                         "opacity": 0.8,
                     },
@@ -250,7 +229,7 @@ def reliability_figure(
                     "hovertemplate": f"{name} %{{x:.2f}}: %{{y:.1%}} leaks of %{{customdata:,}} recordings<extra></extra>",
                 }
             )
-    return styled_figure(
+    return style.styled_figure(
         lines,
         texts.pop(),
         stamp + ". ".join(["Bins of 0.1; on the diagonal, values are probabilities of a leak", *texts]),
@@ -271,7 +250,7 @@ def group_figure(
     stamp: str = "",  # of a leaky split
 ) -> "go.Figure":
     "Draw the scores of leaks and other recordings by sensor."
-    code, names = groups.code, [plain_text(name) for name in groups.names]
+    code, names = groups.code, [style.plain_text(name) for name in groups.names]
     wrong = np.bincount(code, weights=(model.score >= model.threshold) != truth, minlength=len(names))
     n = np.bincount(code, minlength=len(names))
     rows = np.lexsort((n, -wrong / np.maximum(n, 1)))[:MOST_SENSORS]
@@ -286,13 +265,13 @@ def group_figure(
             {
                 "type": "scatter",
                 "name": name,
-                "x": f32(mid),
-                "y": f32(np.arange(len(rows)) + (0.16 if k else -0.16)),
+                "x": style.f32(mid),
+                "y": style.f32(np.arange(len(rows)) + (0.16 if k else -0.16)),
                 "mode": "markers",
                 "error_x": error_bars(mid, low, high, colour),
                 "hovertemplate": "%{hovertext}, %{fullData.name}: median %{x:.2f}, 80 % from %{customdata[0]:.2f} to %{customdata[1]:.2f}<extra></extra>",
                 "marker": {"color": colour, "size": 8, "symbol": symbol},
-                "customdata": f32(np.stack([low, high], 1)),
+                "customdata": style.f32(np.stack([low, high], 1)),
                 "hovertext": [names[i] for i in rows],
             }
         )
@@ -300,7 +279,7 @@ def group_figure(
     if wrong.any():
         worst = rows[0]
         title = f"{names[worst]} is worst: {wrong[worst]:.0f} of {n[worst]:,} recordings wrong"
-    fig = styled_figure(
+    fig = style.styled_figure(
         traces,
         title,
         f"{stamp}Median score; lines span the 10th to the 90th percentile; {len(rows)} of {len(names):,} rows",
@@ -315,7 +294,7 @@ def group_figure(
             "range": [len(rows) - 0.4, -0.6],
         },
     )
-    return fig.add_vline(x=model.threshold, line={"color": TEXT_COLOUR, "width": 1, "dash": "dash"})
+    return fig.add_vline(x=model.threshold, line={"color": style.TEXT_COLOUR, "width": 1, "dash": "dash"})
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #537ff067
 MAX_ERRORS = 10
@@ -393,24 +372,24 @@ def spectrogram_figure(
 ) -> "go.Figure":
     "Draw spectrograms with one colour scale, each with the scores of its segments below."
     pictures = [_picture(s, spec) for s in shown]
-    low, high = colour_range(np.concatenate([p.ravel() for _, _, p in pictures]), 80.0)
+    low, high = style.colour_range(np.concatenate([p.ravel() for _, _, p in pictures]), 80.0)
     n_cols = min(n_cols, len(shown))
     n_rows = -(-len(shown) // n_cols)
     titles = [[s.title for s in shown[k : k + n_cols]] for k in range(0, len(shown), n_cols)]
-    fig = styled_subplots(
+    fig = style.styled_subplots(
         rows=2 * n_rows,
         cols=n_cols,
         horizontal_spacing=0.07,
         subplot_titles=[t for own in titles for t in [*own, *[""] * (2 * n_cols - len(own))]],
     )
-    fig.update_annotations(font={"size": 11, "color": TEXT_COLOUR})
+    fig.update_annotations(font={"size": 11, "color": style.TEXT_COLOUR})
     for k, (s, (edges, times, picture)) in enumerate(zip(shown, pictures, strict=True)):
         row, col = divmod(k, n_cols)
         upper, lower = {"row": 2 * row + 1, "col": col + 1}, {"row": 2 * row + 2, "col": col + 1}
         bands = np.arange(len(picture)) if spec is None else spec.mel_hz
-        heat, scores = _traces(s, edges, times, bands, whole_db(picture, low, high))
+        heat, scores = _traces(s, edges, times, bands, style.whole_db(picture, low, high))
         fig.add_trace(heat, **upper).add_trace(scores, **lower)
-        fig.add_hline(y=threshold, line={"color": TEXT_COLOUR, "width": 1, "dash": "dash"}, **lower)
+        fig.add_hline(y=threshold, line={"color": style.TEXT_COLOUR, "width": 1, "dash": "dash"}, **lower)
         reach = [float(edges[0]), float(edges[-1])]
         fig.update_xaxes(range=reach, showticklabels=False, **upper)
         fig.update_xaxes(range=reach, title={"text": "time (s)", "standoff": 4}, **lower)
@@ -427,7 +406,7 @@ def spectrogram_figure(
             "colorbar": {"title": {"text": "dB"}, "thickness": 12, "outlinewidth": 0, "len": 0.5},
         }
     )
-    return apply_style(fig, title, note, 90 + 290 * n_rows)
+    return style.apply_style(fig, title, note, 90 + 290 * n_rows)
 
 
 def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -437,7 +416,7 @@ def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np
     if spec is not None:
         steps = [n / spec.sample_rate for n in (spec.long_hop, spec.short_hop, spec.hop_length)]
     edges = (s.first + np.arange(n_long + 1)) * steps[0]
-    times, index = frame_starts_s(edges[:-1], np.arange(n_short) * steps[1], n_frames, steps[2])
+    times, index = style.frame_starts_s(edges[:-1], np.arange(n_short) * steps[1], n_frames, steps[2])
     first = np.arange(0, len(times), -(-len(times) // _MAX_COLUMNS))
     frames = s.mels.transpose(2, 0, 1, 3).reshape(n_mels, -1)[:, index].astype(np.float32)
     return edges, times[first], np.fmax.reduceat(frames, first, axis=1)
@@ -450,17 +429,17 @@ def _traces(
     heat = {
         "type": "heatmap",
         "z": levels,
-        "x": f32(times),
-        "y": f32(bands),
+        "x": style.f32(times),
+        "y": style.f32(bands),
         "coloraxis": "coloraxis",
         "name": s.title,
         "hovertemplate": "%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>",
     }
-    step = -(-len(edges) // MAX_POINTS)
+    step = -(-len(edges) // style.MAX_POINTS)
     scores = {
         "type": "scatter",
-        "x": f32(edges[::step]),
-        "y": f32(np.append(s.scores, s.scores[-1])[::step]),
+        "x": style.f32(edges[::step]),
+        "y": style.f32(np.append(s.scores, s.scores[-1])[::step]),
         "mode": "lines",
         "line": {"shape": "hv", "width": 1.4, "color": s.colour},
         "name": s.title,
@@ -478,14 +457,14 @@ def errors_figure(
 ) -> "go.Figure":
     "Draw log-mel spectrograms of misclassified recordings with the score of each segment below."
     if not worst:
-        return styled_figure([], "No recording was misclassified", stamp, height=120)
+        return style.styled_figure([], "No recording was misclassified", stamp, height=120)
     shown = []
     for w in worst:
         path = w.path.rsplit("/", 1)[-1] or "a recording without a name"
         short = path if len(path) <= 44 else f"{path[:20]}...{path[-20:]}"
-        error = f"{'missed' if w.is_leak else 'false alarm'}: {plain_text(short)}"
+        error = f"{'missed' if w.is_leak else 'false alarm'}: {style.plain_text(short)}"
+        title = f"{error}<br>{style.plain_text(w.label)}, score {w.score:.2f}"
         colour = LEAK_COLOR if w.is_leak else OTHER_COLOR
-        title = f"{error}<br>{plain_text(w.label)}, score {w.score:.2f}"
         shown.append(ScoredSpectrogram(title, w.mels, w.segment_scores, colour=colour))
     n_missed = sum(w.is_leak for w in worst)
     errors = f"{counted(n_missed, 'leak')} missed, {counted(len(worst) - n_missed, 'false alarm')}"

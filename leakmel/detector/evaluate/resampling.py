@@ -97,13 +97,8 @@ class Resampled(RowTable):
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON: those that all results have."
-        return {
-            "task": repr(self.task),
-            "detector": self.asked,
-            "fits": self.n_fits,
-            "fits_of_this_run": self.n_done,
-            "seconds": self.seconds,
-        }
+        fits = {"fits": self.n_fits, "fits_of_this_run": self.n_done, "seconds": self.seconds}
+        return {"task": repr(self.task), "detector": self.asked, **fits}
 
     def plots(self) -> "dict[str, go.Figure]":
         "Draw figures, by name."
@@ -117,8 +112,7 @@ class Resampled(RowTable):
             write_whole(self.out / f"{self.name}.csv", table.to_csv(index=False))
             if head := result_files(self.name).get(f"{self.name}.html"):
                 figure = self.plots()[self.name].to_html(full_html=False, config={"displaylogo": False})
-                page = f"{head.decode()}{self._repr_html_()}{figure}\n"
-                write_whole(self.out / f"{self.name}.html", page)
+                write_whole(self.out / f"{self.name}.html", f"{head.decode()}{self._repr_html_()}{figure}\n")
             write_summary(self.out, self.to_dict())
         return self
 
@@ -363,14 +357,8 @@ class Resampling:
     def facts(self, rows: pd.DataFrame) -> dict[str, Any]:
         "Return what all results have."
         n_fits, n_done = rows[["n_fits", "n_done"]].sum().tolist()
-        return {
-            "task": self.data.task,
-            "asked": self.settings.detector,
-            "out": self.folder,
-            "n_fits": n_fits,
-            "n_done": n_done,
-            "seconds": time.perf_counter() - self.began,
-        }
+        about = {"task": self.data.task, "asked": self.settings.detector, "out": self.folder}
+        return about | {"n_fits": n_fits, "n_done": n_done, "seconds": time.perf_counter() - self.began}
 
 
 @contextmanager
@@ -381,27 +369,33 @@ def open_resampling(
     settings: TrainSettings | None,  # None: the defaults
     device: str,
     progress: bool | str,
-    numbers: Mapping[str, Any],  # n_folds, seeds, n_draws, jobs and cluster of the `Resampling`
+    n_folds: int,
+    seeds: int,
+    n_draws: int,
+    jobs: int | None,
+    cluster: Cluster | None,
     **how: Any,  # other arguments of `open_training`
 ) -> Iterator[Resampling]:  # raises UsageError, DataError, OutputError
     "Open the recordings of a resampling, and lock its folder, in which files of others are not replaced."
-    for what, least in (("n_folds", 2), ("seeds", 1), ("jobs", 1)):
-        if numbers[what] is not None and numbers[what] < least:
-            raise UsageError(f"{what} must be at least {least}", code="usage", found=numbers[what])
+    for what, value, least in (("n_folds", n_folds, 2), ("seeds", seeds, 1), ("jobs", jobs, 1)):
+        if value is not None and value < least:
+            raise UsageError(f"{what} must be at least {least}", code="usage", found=value)
     began = time.perf_counter()
     settings = settings or TrainSettings()
     title = name.replace("_", "-")
     on = pick_device(device)
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
-    unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
     lock = nullcontext() if folder is None else folder_lock(folder, title)
+    unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
     with open_training(data, settings=unloaded, progress=show, **how) as opened, lock:
         if folder is not None:
             for file, mark in result_files(name).items():
                 require_result(folder / file, f"result of a {title}", mark)
         table = recordings_table(opened.training.sources, progress="none")
-        yield Resampling(name, opened, settings, on, show, folder, table=table, began=began, **numbers)
+        yield Resampling(
+            name, opened, settings, on, show, folder, n_folds, seeds, n_draws, jobs, table, began, cluster
+        )
 
 # %% ../../../nbs/detector/evaluate/resampling.ipynb #cv000016
 def cross_validate(
@@ -428,6 +422,7 @@ def cross_validate(
     cluster: Cluster | None = None,
 ) -> CrossValidation:  # raises UsageError, DataError, OutputError
     "Evaluate a detector by cross-validation: each recording is scored by a detector that was trained without its group."
+    how = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy, "labels": labels}
     with open_resampling(
         "cross_validation",
         data,
@@ -435,12 +430,12 @@ def cross_validate(
         settings,
         device,
         progress,
-        {"n_folds": n_folds, "seeds": seeds, "n_draws": n_draws, "jobs": jobs, "cluster": cluster},
-        leak_label=leak_label,
-        kind=kind,
-        leave_out=leave_out,
-        legacy=legacy,
-        labels=labels,
+        n_folds,
+        seeds,
+        n_draws,
+        jobs,
+        cluster,
+        **how,
     ) as run:
         groups = run.groups(group)
         scores, rows = run.scores(run.fits("", groups))
@@ -492,8 +487,8 @@ class Generalisation(Resampled):
 
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
-        n, n_leaks = (self.groupings[0][name] for name in ("recordings", "leaks"))
-        rows = [("detector", f"{self.asked}, {n:,} recordings ({n_leaks:,} leaks)")]
+        n = f"{self.groupings[0]['recordings']:,} recordings ({self.groupings[0]['leaks']:,} leaks)"
+        rows = [("detector", f"{self.asked}, {n}")]
         for g in self.groupings:
             title = " = ".join(map(show_path, (g["by"], *g["same_groups"])))
             if g["left_out"]:
@@ -552,8 +547,8 @@ def _plan_groupings(
         code = pd.factorize(groups.code)[0].tobytes()
         if code in first:
             first[code]["same_groups"].append(name)
-            by = show_path(first[code]["by"])
-            left_out = {"code": "given-twice", "reason": f"Its groups are those of {by}."}
+            reason = f"Its groups are those of {show_path(first[code]['by'])}."
+            left_out = {"code": "given-twice", "reason": reason}
         elif not left_out:
             try:
                 fits += run.fits(name, groups)
@@ -614,19 +609,9 @@ def generalisation(
     names = [groups] if isinstance(groups, str) else list(dict.fromkeys(groups))
     if not names:
         raise UsageError("groups must name a grouping", code="usage", found=names)
+    how = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy, "labels": labels}
     with open_resampling(
-        "generalisation",
-        data,
-        out,
-        settings,
-        device,
-        progress,
-        {"n_folds": n_folds, "seeds": seeds, "n_draws": n_draws, "jobs": jobs},
-        leak_label=leak_label,
-        kind=kind,
-        leave_out=leave_out,
-        legacy=legacy,
-        labels=labels,
+        "generalisation", data, out, settings, device, progress, n_folds, seeds, n_draws, jobs, None, **how
     ) as run:
         rows, planned, fits = _plan_groupings(run, names)
         scores, facts = run.scores(fits)
@@ -728,12 +713,13 @@ def _points(
     values = dict[Any, dict[str, Any]]()
     for of, model in models.items():
         learned = [groups.code[fit.learned] for fit in fits if fit.of == of]
-        areas = (leak_metrics(boot.truth, score)["auc"] for score in found[of]["detector"])
         values[of] = {
             "recordings": np.mean([len(code) for code in learned]),
             "groups": np.mean([len(np.unique(code)) for code in learned]),
             **model.row("auc"),
-            **{f"auc_{k}": area for k, area in enumerate(areas, 1)},
+            **{
+                f"auc_{k}": leak_metrics(boot.truth, s)["auc"] for k, s in enumerate(found[of]["detector"], 1)
+            },
         }
     enough = 0.95 * values[_WHOLE]["recordings"]
     points, gains = [], {}
@@ -787,19 +773,9 @@ def learning_curve(
     if settings.detector == "auto":
         note = "The kind is spectral, because a choice of the kind would take ten times as many fits"
         settings = replace(settings, detector="spectral")
+    how = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy, "labels": labels}
     with open_resampling(
-        "learning_curve",
-        data,
-        out,
-        settings,
-        device,
-        progress,
-        {"n_folds": n_folds, "seeds": seeds, "n_draws": n_draws, "jobs": jobs},
-        leak_label=leak_label,
-        kind=kind,
-        leave_out=leave_out,
-        legacy=legacy,
-        labels=labels,
+        "learning_curve", data, out, settings, device, progress, n_folds, seeds, n_draws, jobs, None, **how
     ) as run:
         groups = run.groups(group)
         fits = run.fits(_WHOLE, groups)

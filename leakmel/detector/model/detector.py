@@ -274,16 +274,19 @@ class Detector:
             "spec": self.spec and self.spec.to_dict(),
             "evaluations": [asdict(e) for e in self.evaluations],
         }
-        seen = self.provenance
         values = {
             "format": FORMAT,
             "detector": json.dumps(head, allow_nan=False),
             "weights": weights,
-            "seen": {"recordings": torch.from_numpy(seen.recordings), "is_all": seen.is_complete},
+            "seen": {
+                "recordings": torch.from_numpy(self.provenance.recordings),
+                "is_all": self.provenance.is_complete,
+            },
         }
         if self.held_out is not None:
-            held_out = vars(self.held_out).items()
-            values["held_out"] = {n: v if isinstance(v, str) else torch.from_numpy(v) for n, v in held_out}
+            values["held_out"] = {
+                n: v if isinstance(v, str) else torch.from_numpy(v) for n, v in vars(self.held_out).items()
+            }
         target = Path(path)
         look = partial(require_kind, target, "detector", lambda f: bool(_DETECTOR_HEADER.match(f.read(512))))
         return write_whole(target, plain_bytes(values), sync=sync, look=look)

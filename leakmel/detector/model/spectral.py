@@ -457,8 +457,9 @@ def baseline_features(*parts: Segments, progress: str = "auto") -> dict[str, np.
     They are [n, F] of each of BASELINE_TITLES, the parts one after another; progress is shown where it takes
     more than a second.
     """
-    n = sum(len(ds.rows) for ds in parts)
-    with DelayedProgress("baseline features", total=n, unit="recordings", show=progress) as count:
+    with DelayedProgress(
+        "baseline features", total=sum(len(ds.rows) for ds in parts), unit="recordings", show=progress
+    ) as count:
         found = [_band_statistics(ds, count) for ds in parts]
     mean, shape = (np.concatenate(own) for own in zip(*found, strict=True))
     level = [own for own in map(levels, parts) if own is not None]

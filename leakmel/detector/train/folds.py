@@ -173,7 +173,6 @@ class FoldTrainer:
             rows=self.data.training.rows[chosen],
             task=self.data.task,
             preload_to_ram=level == "long" and self.settings.preload_to_ram,  # others are read once
-            legacy=any(s.legacy for s in self.data.training.sources),
             progress="none",
         )
 

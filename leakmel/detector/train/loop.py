@@ -366,8 +366,8 @@ def _words_of(data: states.TrainingData, out: Path) -> str:
     task, paths = data.task, [show_path(s.path) for s in data.training.sources]
     if len(paths) > 3:
         return "DATA --out DIR"
-    options = ("", "--validation", "--testing")
-    words = [word for pair in zip(options, paths, strict=False) for word in pair if word]  # up to three paths
+    pairs = zip(("", "--validation", "--testing"), paths, strict=False)  # as many as there are paths
+    words = [word for pair in pairs for word in pair if word]
     if task.leak_label.casefold() != "leak":
         words += ["--leak-label", task.leak_label]
     if task.kind == BINARY:
@@ -560,22 +560,20 @@ def train(
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = user_path(out)
     on = files.pick_device(device)
-    with (
-        states.open_training(
-            training,
-            validation,
-            settings=replace(settings, preload_to_ram=False),  # only a network reads the items more than once
-            leak_label=leak_label,
-            kind=kind,
-            leave_out=leave_out,
-            split=split,
-            allow_leaky_split=allow_leaky_split,
-            legacy=legacy,
-            labels=labels,
-            progress=show,
-        ) as data,
-        folder_lock(folder),
-    ):
+    opened = states.open_training(
+        training,
+        validation,
+        settings=replace(settings, preload_to_ram=False),  # only a network reads the items more than once
+        leak_label=leak_label,
+        kind=kind,
+        leave_out=leave_out,
+        split=split,
+        allow_leaky_split=allow_leaky_split,
+        legacy=legacy,
+        labels=labels,
+        progress=show,
+    )
+    with opened as data, folder_lock(folder):
         for name, is_one in _RESULT_FILES.items():
             files.require_kind(folder / name, "result of a training", is_one)
         lengths = with_length(settings, len(data.training))

@@ -48,7 +48,7 @@ from leakmel.detector.model.net import LeakNet, NetSettings, band_statistics
 from leakmel.detector.model.settings import SPEED_ONLY, TrainSettings, with_length
 from leakmel.detector.train.step import StepFigures, Stepper, StepTimer, seeded_random, step_seed
 from leakmel.pages.plots import f32, styled_figure
-from leakmel.recordings.labels import LabelTable, joint_counts, read_labels
+from leakmel.recordings.labels import LabelTable, joint_counts
 from leakmel.recordings.wav import digest_of
 
 # %% ../../../nbs/detector/train/state.ipynb #7f5a4da2
@@ -138,8 +138,7 @@ def open_training(
             expected="one of them",
         )
     given = {"training": training, "validation": [] if validation is None else validation}
-    people = None if labels is None else read_labels(labels)
-    with open_parts(given, legacy=legacy, people=people) as parts:
+    with open_parts(given, labels, legacy=legacy) as parts:
         opened, held = parts.values()
         task = make_task(opened[0].class_names, leak_label, kind=kind, leave_out=leave_out)
         some: dict[str, Any] = {"task": task, "preload_to_ram": settings.preload_to_ram, "progress": progress}
@@ -153,12 +152,9 @@ def open_training(
             rows = split.parts["training"]
             validation_rows = split.parts.get("validation")
         learned = Segments(opened, level="long", rows=rows, **some)
-        has_validation = held or validation_rows is not None
-        evaluated = (
-            Segments(held or opened, level="recording", rows=validation_rows, **some)
-            if has_validation
-            else None
-        )
+        evaluated = None
+        if held or validation_rows is not None:
+            evaluated = Segments(held or opened, level="recording", rows=validation_rows, **some)
         data = TrainingData(learned, evaluated, task, split, {})
         for name, part in data.parts.items():
             if note := too_short(part):
@@ -530,8 +526,9 @@ class TrainingState:
         self.seconds = 0.0  # that runs before this one took
         self.open(settings.loader)
         n_steps = settings.epochs * len(self.loader)
-        net = new_net(data, settings)
-        self.stepper = Stepper(net, data.task, settings, device, data.class_counts, n_steps)
+        self.stepper = Stepper(
+            new_net(data, settings), data.task, settings, device, data.class_counts, n_steps
+        )
         self.timer = StepTimer(self.stepper.device, settings.profile_every)
         self.sums = EpochSums(self.stepper.device)  # of the epoch that is learned
         self.timeline = Timeline()  # with the samples of the machine since the last epoch
