@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from leakmel.core.errors import RecordingError, UsageError, show_path
+from leakmel.core.errors import RecordingError, show_path
 from leakmel.core.store import LocalCopies
 from leakmel.detector.data.segments import conform_recording, covered_samples, cut_into_rows
 from leakmel.detector.evaluate.evaluation import Evaluation
@@ -23,7 +23,6 @@ from leakmel.detector.train.state import learning_curves
 from leakmel.mel.engines import log_mel
 from leakmel.pages import plots as style
 from leakmel.pages.page_figures import Section, write_report
-from leakmel.pages.plots import f32, plain_text, styled_figure
 from leakmel.recordings.wav import read_wav
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ _NEAR_THRESHOLD = 0.05  # of a score to the threshold
 def score_histogram(predictions: Predictions) -> "go.Figure":
     "Draw the histogram of the scores."
     if not len(predictions):
-        return styled_figure([], "No recording was scored", height=120)
+        return style.styled_figure([], "No recording was scored", height=120)
     table = predictions.table
     threshold = predictions.rule.threshold
     edges = np.linspace(0, 1, _N_BINS + 1)
@@ -46,7 +45,7 @@ def score_histogram(predictions: Predictions) -> "go.Figure":
         {
             "type": "bar",
             "name": f"{name} ({len(mine):,})",
-            "x": f32(edges[:-1] + np.diff(edges) / 2),
+            "x": style.f32(edges[:-1] + np.diff(edges) / 2),
             "y": np.histogram(mine, edges)[0],
             "width": 1 / _N_BINS,
             "marker": {"color": style.LABEL_COLORS[k], "line": {"width": 0}},
@@ -56,10 +55,10 @@ def score_histogram(predictions: Predictions) -> "go.Figure":
     ]
     close = int((np.abs(table["score"] - threshold) < _NEAR_THRESHOLD).sum())
     title = f"{int(table['leak'].sum()):,} of {len(table):,} recordings reach the threshold of {threshold:.3g}; {close:,} lie within {_NEAR_THRESHOLD:g} of it"
-    fig = styled_figure(
+    fig = style.styled_figure(
         traces,
         title,
-        plain_text(str(predictions.rule)),
+        style.plain_text(str(predictions.rule)),
         height=300,
         barmode="stack",
         bargap=0,
@@ -74,7 +73,7 @@ def score_by_level(predictions: Predictions) -> "go.Figure":
     table = predictions.table
     audible = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > style.SILENT_DB)]
     if not len(audible):
-        return styled_figure([], "No level to show", height=120)
+        return style.styled_figure([], "No level to show", height=120)
     title = ""
     if len(audible) > 2 and audible["rms_db"].nunique() > 1 and audible["score"].nunique() > 1:
         title = f"Rank correlation of score and level: {audible['rms_db'].rank().corr(audible['score'].rank()):.2f}"
@@ -83,17 +82,17 @@ def score_by_level(predictions: Predictions) -> "go.Figure":
         {
             "type": "scatter",
             "name": name,
-            "x": f32(mine["rms_db"]),
-            "y": f32(mine["score"]),
+            "x": style.f32(mine["rms_db"]),
+            "y": style.f32(mine["score"]),
             "mode": "markers",
-            "text": [plain_text(p) for p in mine["path"]],
+            "text": [style.plain_text(p) for p in mine["path"]],
             "marker": {"color": style.LABEL_COLORS[k], "size": 6, "opacity": 0.7},
             "hovertemplate": "%{text}<br>%{y:.3f} at %{x:.1f} dB<extra></extra>",
         }
         for k, (name, mine) in enumerate((("no leak", shown[~shown["leak"]]), ("leak", shown[shown["leak"]])))
     ]
     fewer = f", {len(shown):,} of them drawn" if len(shown) < len(audible) else ""
-    fig = styled_figure(
+    fig = style.styled_figure(
         traces,
         title or "Too few recordings to compare score and level",
         f"{len(audible):,} recordings that are not silent{fewer}",
@@ -124,25 +123,20 @@ def segment_features(
     row = conform_recording(read, spec, predictions.length)[0]
     part = row[some.start * spec.long_hop :][: covered_samples(some.stop - some.start, spec)]
     rows, counts = cut_into_rows(part, spec)
-    return np.concatenate([x[:n] for x, n in zip(log_mel(rows, spec, engine="reference"), counts)])
+    return np.concatenate(
+        [x[:n] for x, n in zip(log_mel(rows, spec, engine="reference"), counts, strict=True)]
+    )
 
 # %% ../../nbs/detector/reports.ipynb #ad064a83
 def suspicious_mels(
     predictions: Predictions,
     most: int = 4,  # recordings, 0 to MOST_RECORDINGS
-) -> "go.Figure":  # raises UsageError for a number that cannot be drawn
+) -> "go.Figure":
     "Draw the spectrograms and segment scores of the recordings with the highest scores."
-    if not 0 <= most <= MOST_RECORDINGS:
-        raise UsageError(
-            "the figure cannot show this number of recordings",
-            code="out-of-range",
-            found=most,
-            expected=f"0 to {MOST_RECORDINGS}",
-        )
     rule = predictions.rule
     chosen = [predictions.scored[k] for k in np.argsort(-predictions.score, kind="stable")[:most].tolist()]
     if not chosen:
-        return styled_figure(
+        return style.styled_figure(
             [], "No recording was scored" if most else "No recording is to be shown", height=120
         )
     shown = []
@@ -152,15 +146,16 @@ def suspicious_mels(
         sums = np.concatenate([[0.0], np.cumsum(scores, dtype=np.float64)])
         first = int((sums[n:] - sums[:-n]).argmax())
         part = slice(first, first + n)
-        name = f"{rule.score(scores):.3f}  {plain_text(show_path(recording.path))}"
-        mels = segment_features(predictions, recording, part)
-        shown.append(ScoredSpectrogram(name, mels, scores[part], first))
+        name = f"{rule.score(scores):.3f}  {style.plain_text(show_path(recording.path))}"
+        shown.append(
+            ScoredSpectrogram(name, segment_features(predictions, recording, part), scores[part], first)
+        )
     return spectrogram_figure(
         shown,
         predictions.spec,
         threshold=rule.threshold,
         title=f"The {counted(len(shown), 'most suspicious recording')}",
-        note=f"Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment; {plain_text(str(rule))}",
+        note=f"Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment; {style.plain_text(str(rule))}",
     )
 
 # %% ../../nbs/detector/reports.ipynb #153f7e2a
@@ -235,5 +230,6 @@ def prediction_report(
             "Rejected files", [predictions.rejected if predictions.rejections else "No file was rejected."]
         ),
     ]
-    title = f"Prediction for {show_path(predictions.folder)}"
-    return write_report(path, title, text.partition("\n")[0], sections)
+    return write_report(
+        path, f"Prediction for {show_path(predictions.folder)}", text.partition("\n")[0], sections
+    )

@@ -392,10 +392,10 @@ def test_history_as_parquet(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert json.loads(capsys.readouterr().out)["rows"] == 5000
     assert (tmp_path / "state" / "history.sqlite").read_bytes() == before
     found = duckdb.sql(f"SELECT * FROM '{tmp_path}/out/recordings.parquet'")
-    assert dict(zip(found.columns, map(str, found.types)))["night"] == "DATE"
+    assert dict(zip(found.columns, map(str, found.types), strict=True))["night"] == "DATE"
     for values in found.fetchall():
-        row = dict(zip(found.columns, values))
-        right = dict(zip(columns, stored[row["digest"]]))
+        row = dict(zip(found.columns, values, strict=True))
+        right = dict(zip(columns, stored[row["digest"]], strict=True))
         assert (row["sensor"], row["path"], row["score"]) == (right["sensor"], right["path"], right["score"])
         assert (row["night"].isoformat(), row["time"].isoformat()) == (right["night"], right["time"])
         assert (" ".join(row["flags"]), row["bands"]) == (

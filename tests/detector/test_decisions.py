@@ -87,9 +87,6 @@ def test_conformal_needs_enough_groups_and_counts_each_group_once() -> None:
     assert conformal_threshold(np.zeros(8), np.arange(8), 0.1) is None
     assert conformal_threshold(np.zeros(900), np.arange(900) % 8, 0.1) is None, "not more for more recordings"
     assert conformal_threshold(np.zeros(9), np.arange(9), 0.1) == np.nextafter(0, 1)
-    for wrong in (0, 1, -0.1):
-        with pytest.raises(UsageError):
-            conformal_threshold(np.zeros(9), np.arange(9), wrong)
 
 
 def test_alarm_threshold_keeps_the_budget_on_the_held_out_recordings() -> None:

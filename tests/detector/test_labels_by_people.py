@@ -64,7 +64,7 @@ COUNTS = {"by_people": 3, "changed": 2, "disagreements": 1, "unsure": 1, "not_fo
 
 def labels_of(path, **given):
     with open_dataset(path, **given) as ds:
-        return dict(zip(ds.files.path, ds.files.label))
+        return dict(zip(ds.files.path, ds.files.label, strict=True))
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_build(network, table, tmp_path):
     built = lm.build(recordings, out=out, labels=file, progress="none")
     assert built.verified.ok
     assert built.summary["labels_by_people"] == COUNTS
-    expected = dict(zip(files.path, files.label)) | changed
+    expected = dict(zip(files.path, files.label, strict=True)) | changed
     assert labels_of(out) == expected
     assert {k: built.summary["problems_by_kind"][k] for k in ("label_disagreement", "label_unsure")} == {
         "label_disagreement": 1,
@@ -134,7 +134,7 @@ def test_a_new_class(network, tmp_path):
 def test_existing_data_sets(network, table):
     file, changed = table
     _, path, files = network
-    expected = dict(zip(files.path, files.label)) | changed
+    expected = dict(zip(files.path, files.label, strict=True)) | changed
     people = read_labels(file)
     assert labels_of(path, people=people) == expected
     with open_training(path, settings=TrainSettings(), labels=file) as data:

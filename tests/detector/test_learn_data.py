@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -726,7 +727,7 @@ def test_loaders_resume_at_their_position(small, options):
     for stop in (1, 4, len(whole) // 3, len(whole) // 3 + 2):
         loader = opened()
         loader.order.load_state_dict(json.loads(json.dumps(whole[stop - 1][1])))
-        again = [items for _, (items, _) in zip(range(len(whole) - stop), batches(loader))]
+        again = [items for items, _ in islice(batches(loader), len(whole) - stop)]
         assert again == [items for items, _ in whole[stop:]]
 
 
@@ -751,7 +752,9 @@ def test_streamed_batches_are_pinned_once(small, monkeypatch, size):
     assert sum(map(len, locked)) == len(order)
     ends = [b.items.data_ptr() + b.items.nbytes for b in locked]
     for b in found:
-        assert any(k.items.data_ptr() <= b.items.data_ptr() < end for k, end in zip(locked, ends))
+        assert any(
+            k.items.data_ptr() <= b.items.data_ptr() < end for k, end in zip(locked, ends, strict=True)
+        )
 
 
 def test_abandoned_epoch_is_resumed(small):

@@ -597,7 +597,9 @@ def test_baselines_choose_on_validation_only(parts):
         return score_baselines(boots[name], parts[name], parts["training"], *validation)
 
     own = scored("validation")
-    for (name, a), b in zip(scored("testing", parts["validation"]).items(), scored("testing").values()):
+    for (name, a), b in zip(
+        scored("testing", parts["validation"]).items(), scored("testing").values(), strict=True
+    ):
         assert np.array_equal(a.score, b.score)
         assert (a.threshold_from, b.threshold_from, b.threshold) == ("validation", UNCHOSEN, 0.5)
         score, truth = own[name].score, parts["validation"].is_leak

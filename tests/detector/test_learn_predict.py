@@ -57,7 +57,7 @@ def test_csv_file_has_the_bytes_of_the_csv_package(tmp_path):
     page["segment_scores"] = [np.ones(2)] * n
     prediction._write_csv(tmp_path / "x.csv", names, iter([page, {name: page[name][:0] for name in names}]))
     right = io.StringIO(newline="")
-    rows = zip(texts, texts[::-1], [repr(k / 7) for k in range(n)], ["1.000 1.000"] * n)
+    rows = zip(texts, texts[::-1], [repr(k / 7) for k in range(n)], ["1.000 1.000"] * n, strict=True)
     csv.writer(right, lineterminator="\n").writerows([names, *rows])
     assert (tmp_path / "x.csv").read_bytes() == right.getvalue().encode()
 
@@ -156,10 +156,12 @@ def test_lengths_and_rates_as_a_data_set_has_them(mixed, tmp_path, preset):
     for s, row, n in zip(p.scored, right, heard, strict=True):
         assert np.abs(s.segment_scores - row[:n]).max() < 1e-6
     assert p.table["status"].tolist() == kept["status"].tolist()
-    codes = dict(zip(built.rejected["path"], built.rejected["code"])) | dict.fromkeys(
+    codes = dict(zip(built.rejected["path"], built.rejected["code"], strict=True)) | dict.fromkeys(
         left_out["path"], "too_short"
     )
-    assert {f"A/{path}": code for path, code in zip(p.rejected["path"], p.rejected["code"])} == codes
+    assert {
+        f"A/{path}": code for path, code in zip(p.rejected["path"], p.rejected["code"], strict=True)
+    } == codes
     assert left_out["path"].tolist() == ["A/tiny.wav"]
 
 
@@ -303,7 +305,9 @@ def test_cut_rows_hold_every_segment_once():
         spec = lm.MelSpec.preset("disjoint", duration_s=float(rng.integers(1, 4)), long_hop=hop)
         x = np.arange(rng.integers(1024, 30_000)).astype(np.float32)
         rows, counts = cut_into_rows(x, spec)
-        starts = [row[j * hop : j * hop + 1024] for row, n in zip(rows, counts) for j in range(n)]
+        starts = [
+            row[j * hop : j * hop + 1024] for row, n in zip(rows, counts, strict=True) for j in range(n)
+        ]
         assert len(starts) == segment_count(len(x), spec)
         for j, piece in enumerate(starts):
             assert np.array_equal(piece, x[j * hop : j * hop + 1024])
@@ -466,7 +470,7 @@ def test_votes_and_thresholds(mixed, tmp_path, vote):
         0.25,
         "validation",
     )
-    for s, row in zip(p.scored, p.rows()):
+    for s, row in zip(p.scored, p.rows(), strict=True):
         assert row["score"] == vote_scores(s.segment_scores, rule, 0.25)
         assert row["leak"] == (row["score"] >= thresholds[rule])
         if rule == "long_vote":

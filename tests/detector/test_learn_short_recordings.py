@@ -128,7 +128,7 @@ def test_score_does_not_depend_on_other_recordings(n_long, n, seed, share):
     table = np.where(np.arange(n_long) < counts[:, None], scores, np.nan)
     mixed = rng.permuted(table, axis=1)
     for rule in VOTES:
-        alone = [vote_scores(row[:k], rule, share) for row, k in zip(scores, counts)]
+        alone = [vote_scores(row[:k], rule, share) for row, k in zip(scores, counts, strict=True)]
         assert vote_scores(table, rule, share).tolist() == alone
         if rule != "mean":
             assert vote_scores(mixed, rule, share).tolist() == alone
@@ -192,7 +192,7 @@ def test_scores_of_short_recordings_are_those_of_a_prediction(uneven, tmp_path, 
         p = lm.predict(uneven, detector, length=length, engine="torch", **QUIET)
         assert [os.fsdecode(s.path) for s in p.scored] == paths.tolist()
         assert {os.fsdecode(r.path): r.code for r in p.rejections} == dict.fromkeys(left_out, "too_short")
-        for s, row, n in zip(p.scored, right, heard):
+        for s, row, n in zip(p.scored, right, heard, strict=True):
             if length == "spec" or len(s.segment_scores) <= spec.row_shape[0]:
                 assert len(s.segment_scores) == n
             assert np.array_equal(s.segment_scores[:n], row[:n])
@@ -594,7 +594,7 @@ def test_mean_mels_exclude_padding_after_the_recording(rows):
     with Segments(rows, level="recording") as ds:
         every = ds.sources[0].mels[:].astype(np.float64)
         means = baseline_features(ds)["mean_mels"]
-        for k, (row, n) in enumerate(zip(ds.rows, ds.segment_counts)):
+        for k, (row, n) in enumerate(zip(ds.rows, ds.segment_counts, strict=True)):
             assert np.allclose(means[k], every[row, :n].mean((0, 1, 3)), atol=1e-9)
 
 
@@ -602,7 +602,7 @@ def test_mean_mels_exclude_padding_after_the_recording(rows):
 @each("part", ["training", "validation", "testing"])
 def test_the_level_baseline_has_one_scale_in_all_splits(network, tmp_path, part):
     "A part without known levels is scored with the level of the mels."
-    sets: dict[str, Any] = dict(zip(("training", "validation", "testing"), network[10.0]))
+    sets: dict[str, Any] = dict(zip(("training", "validation", "testing"), network[10.0], strict=True))
     path = tmp_path / "x.h5"
     path.write_bytes(sets[part].read_bytes())
     with h5py.File(path, "r+") as f:

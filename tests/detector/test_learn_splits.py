@@ -272,7 +272,7 @@ def test_by_sensor(plain, monkeypatch):
     sizes = [len(np.unique(split.groups[rows])) for rows in split.parts.values()]
     assert sizes in ([3, 1, 2], [3, 2, 1])
     again = group_split(plain, shares={"training": 0.5, "validation": 0.25, "testing": 0.25}, seed=3)
-    assert all(np.array_equal(a, b) for a, b in zip(split.parts.values(), again.parts.values()))
+    assert all(np.array_equal(a, b) for a, b in zip(split.parts.values(), again.parts.values(), strict=True))
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def test_groups_are_never_divided(plain, draw, seed, shares):
     for rows in split.parts.values():
         assert set(plain.labels[rows].tolist()) == {0, 1}
     assert "group" not in [s.kind for s in split.shared]
-    assert all(np.array_equal(a, b) for a, b in zip(split.parts.values(), again.parts.values()))
+    assert all(np.array_equal(a, b) for a, b in zip(split.parts.values(), again.parts.values(), strict=True))
 
 
 @quick
@@ -491,7 +491,7 @@ def test_invalid_grouping_is_refused(group):
     )
 )
 def test_joined_groups(pairs):
-    groups, content = (np.array(x, dtype=object) for x in zip(*pairs))
+    groups, content = (np.array(x, dtype=object) for x in zip(*pairs, strict=True))
     code = join_groups(groups.astype(str), content)
     assert sorted(set(code.tolist())) == list(range(code.max() + 1))
     for i in range(len(pairs)):

@@ -102,7 +102,7 @@ def gradients(stepper: Stepper, batch: Batch) -> list[Tensor]:
 
 def test_balanced_weights_make_classes_count_the_same():
     weights = balanced_weights(COUNTS)
-    shares = [w * n for w, n in zip(weights, COUNTS)]
+    shares = [w * n for w, n in zip(weights, COUNTS, strict=True)]
     assert max(shares) - min(shares) < 1e-9
     assert math.isclose(sum(shares), sum(COUNTS))
 

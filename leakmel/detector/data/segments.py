@@ -9,12 +9,12 @@ __all__ = []
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +28,7 @@ from leakmel.dataset.reader import MelDataset, open_dataset, read_rows
 from leakmel.dataset.writer import map_in_order
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings.conform import conform, piece_count, resampled_length
-from leakmel.recordings.labels import CurrentLabels, check_paths
+from leakmel.recordings.labels import CurrentLabels, LabelTable, check_paths, read_labels
 from leakmel.recordings.wav import Recording
 
 # %% ../../../nbs/detector/data/segments.ipynb #4e57df5c
@@ -106,7 +106,9 @@ class Task:
         return np.array(self.to_model, np.int64)[np.asarray(labels, np.int64)]
 
     def __repr__(self) -> str:
-        left_out = ", ".join(show_path(n) for n, k in zip(self.class_names, self.to_model) if k == LEFT_OUT)
+        left_out = ", ".join(
+            show_path(n) for n, k in zip(self.class_names, self.to_model, strict=True) if k == LEFT_OUT
+        )
         names = " or ".join(map(show_path, self.model_names))
         more = f"; left out: {left_out}" if left_out else ""
         return f"Task({self.kind}: {names}; leak is {show_path(self.leak_label)}{more})"
@@ -271,7 +273,7 @@ def open_sources(
             }
             for ds in opened
         ]
-        for ds, own in zip(opened, facts):
+        for ds, own in zip(opened, facts, strict=True):
             for what, first in facts[0].items():
                 if own[what] != first:
                     raise DataError(
@@ -293,9 +295,36 @@ def open_sources(
 
 def close_opened(opened: Sequence[MelDataset], sources: DataSource | Sequence[DataSource]) -> None:
     "Close the data sets that `open_sources` opened of the given sources."
-    for ds, s in zip(opened, source_list(sources)):
+    for ds, s in zip(opened, source_list(sources), strict=False):  # those after one that failed are not open
         if ds is not s:
             ds.close()
+
+
+@contextmanager
+def open_parts(
+    parts: Mapping[str, DataSource | Sequence[DataSource]],  # data sets of each part
+    labels: LabelTable | None = None,  # labels by people, which replace those of the data sets
+    **how: Any,  # other options of `open_sources`
+) -> Iterator[dict[str, list[MelDataset]]]:
+    "Open the data sets of several parts together; those that are opened here are closed with the block."
+    given = {name: source_list(own) for name, own in parts.items()}
+    joined = [s for own in given.values() for s in own]
+    people = None if labels is None else read_labels(labels)
+    opened = open_sources(joined, people=people, **how)
+    try:
+        left = iter(opened)
+        yield {name: list(islice(left, len(own))) for name, own in given.items()}
+    finally:
+        close_opened(opened, joined)
+
+
+def row_blocks(source: MelDataset, label: str, progress: str) -> Iterator[np.ndarray]:
+    "Read all rows of a data set in blocks of 512; `label` and `progress` are those of `core.progress.Progress`."
+    with DelayedProgress(label, total=len(source), unit="recordings", show=progress) as count:
+        for start in range(0, len(source), 512):
+            rows = read_rows(source.mels, np.arange(start, min(start + 512, len(source))))
+            yield rows
+            count.add(len(rows))
 
 # %% ../../../nbs/detector/data/segments.ipynb #82da6852
 LEVELS = {"recording": 0, "long": 1}  # how many axes of a row items run over
@@ -442,9 +471,20 @@ class Segments(AbstractContextManager["Segments"]):
         self, rows: np.ndarray, per_row: int = 1
     ) -> Iterator[tuple[MelDataset, np.ndarray, np.ndarray]]:
         "Yield each data set, the places of its rows (or items) among `rows` [n], and their numbers in the data set."
-        for source, start, end in zip(self.sources, self.starts * per_row, self.starts[1:] * per_row):
+        for source, (start, end) in zip(self.sources, pairwise(self.starts * per_row), strict=True):
             places = np.flatnonzero((rows >= start) & (rows < end))
             yield source, places, rows[places] - start
+
+    def blocks(
+        self,
+        rows: np.ndarray,  # [k] int, counted through the data sets
+        size: int,  # rows that are read at once
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        "Read rows in blocks: their places among `rows`, and [n, L, S, M, T] rows."
+        for source, places, own in self.by_source(rows):
+            for at in range(0, len(own), size):
+                some = slice(at, at + size)
+                yield places[some], read_rows(source.mels, own[some])
 
     @property
     def item_shape(self) -> tuple[int, ...]:
@@ -497,8 +537,11 @@ class Segments(AbstractContextManager["Segments"]):
         for i in at[(at < 0) | (at >= len(self))]:
             raise IndexError(f"item {i} does not exist: the data set has {len(self)} items")
         numbers = torch.from_numpy(at)
-        held = self.preloaded
-        x = torch.from_numpy(self.read(at)) if held is None else held.index_select(0, numbers)
+        x = (
+            torch.from_numpy(self.read(at))
+            if self.preloaded is None
+            else self.preloaded.index_select(0, numbers)
+        )
         return Batch(x, torch.from_numpy(self.labels[self.recording_of(at)]), numbers)
 
     def read(
@@ -585,8 +628,8 @@ class BatchOrder:
             blocks = rng.permutation(blocks)
         for at in range(0, len(blocks), self.buffer_blocks):
             rows = blocks[at : at + self.buffer_blocks] * step
-            spans = zip(self.row_starts[rows], self.row_starts[np.minimum(rows + step, n_rows)])
-            items = np.concatenate([np.arange(start, end) for start, end in spans])
+            ends = self.row_starts[np.minimum(rows + step, n_rows)]
+            items = np.concatenate(list(map(np.arange, self.row_starts[rows], ends)))
             yield rng.permutation(items) if self.shuffle else items
 
     def items(self, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -670,8 +713,8 @@ class Loader(AbstractContextManager["Loader"]):
         size = self.order.batch_size
         items, ends = self.order.items()
         first = self.order.batch * size
-        cuts = [first, *(end for end in (ends[:-1] // size * size).tolist() if end > first), len(items)]
-        cuts = np.unique(cuts).tolist()
+        between = ends[:-1] // size * size
+        cuts = np.unique([first, *between[between > first], len(items)]).tolist()
 
         def read(span: tuple[int, int]) -> Batch:
             buffer = self.ds.batch(items[slice(*span)])

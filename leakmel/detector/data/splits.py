@@ -12,17 +12,16 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, UsageError, show_path
-from leakmel.core.progress import DelayedProgress
-from leakmel.dataset.reader import MelDataset, read_rows
-from leakmel.detector.data import segments
-from leakmel.detector.data.segments import LEFT_OUT, DataSource, Segments, Task
-from leakmel.recordings.labels import CurrentLabels, LabelTable, read_labels
+from leakmel.dataset.reader import MelDataset
+from leakmel.detector.data.segments import LEFT_OUT, DataSource, Segments, Task, open_parts, row_blocks
+from leakmel.recordings.labels import LabelTable
 from leakmel.recordings.problems import Columns, Problem, content_problems
 from leakmel.recordings.wav import digest_of
 
@@ -73,13 +72,14 @@ def group_values(
         if name not in table and f"extra/{name}" in table:
             name = f"extra/{name}"  # a column of the table that the data set was built from
         if name not in table:
-            names = "files of the earlier system store no names: pass a list of groups"
             raise UsageError(
                 "the column to group by does not exist",
                 code="unknown-column",
                 found=repr(name),
                 expected=", ".join(table.columns),
-                remedy=None if "path" in table else names,
+                remedy=None
+                if "path" in table
+                else "files of the earlier system store no names: pass a list of groups",
             )
         name = table[name].tolist()
     if not isinstance(name, Iterable) or isinstance(name, _UNORDERED) or getattr(name, "ndim", 1) != 1:
@@ -102,7 +102,7 @@ def group_values(
         )
     texts = ["" if pd.api.types.is_scalar(v) and pd.isna(v) else text_key(str(v)) for v in values]
     if isinstance(group, str) and group == "recording" and "path" in table:  # else a file is a recording
-        texts = [text or str(path) for text, path in zip(texts, table["path"])]
+        texts = [text or str(path) for text, path in zip(texts, table["path"], strict=True)]
     n_missing = texts.count("")
     if n_missing and missing == "refuse":
         raise DataError(
@@ -266,7 +266,7 @@ def _texts(table: "pd.DataFrame", name: str, form: Callable[[str], str] = text_k
         return np.full(len(table), "", object)
     values = table[name]
     # not by pandas: with pyarrow it cannot hold names that are not UTF-8
-    texts = ("" if missing else form(str(v)) for v, missing in zip(values, values.isna()))
+    texts = ("" if missing else form(str(v)) for v, missing in zip(values, values.isna(), strict=True))
     return np.fromiter(texts, object, len(values))
 
 
@@ -279,8 +279,10 @@ def names_by_sensor(
     An unknown name is empty; a name that a recording of an unknown sensor has stays alone.
     """
     sensors = _texts(table, "sensor")
-    unknown = {name for name, sensor in zip(names, sensors) if not sensor}
-    return np.array([f"{s}/{n}" if n and n not in unknown else n for n, s in zip(names, sensors)], object)
+    unknown = {name for name, sensor in zip(names, sensors, strict=True) if not sensor}
+    return np.array(
+        [f"{s}/{n}" if n and n not in unknown else n for n, s in zip(names, sensors, strict=True)], object
+    )
 
 
 def _is_separable(
@@ -298,10 +300,9 @@ def _is_separable(
     for other in kept:
         code = join_groups(code, other[inside])
     labels = table["label"].to_numpy(object)[inside]
-    for has_label in (labels == label for label in set(labels)):
-        if len(np.unique(code[has_label])) < len(np.unique(part[inside][has_label])):
-            return False
-    return bool(np.bincount(code).max() <= np.bincount(part[inside]).max())
+    alike = (labels == label for label in set(labels))
+    is_enough = all(len(np.unique(code[own])) >= len(np.unique(part[inside][own])) for own in alike)
+    return is_enough and bool(np.bincount(code).max() <= np.bincount(part[inside]).max())
 
 
 def find_shared(
@@ -322,9 +323,7 @@ def find_shared(
     if "path" in table:
         show["content"] = table["path"].to_numpy(object)
     found = [shared_values(v, part, names, kind, show.get(kind)) for kind, v in columns.items()]
-    covered = np.zeros(len(table), bool)
-    for values in columns.values():
-        covered |= _in_several(values, part)
+    covered = np.any([_in_several(values, part) for values in columns.values()], axis=0)
     dated = with_date(table)
     for kind in GROUP_KINDS:
         values = _texts(dated, kind)
@@ -357,12 +356,8 @@ def recordings_table(
 
 def _row_content(ds: MelDataset, progress: str) -> np.ndarray:
     "[B] digests of the rows."
-    found = []
-    with DelayedProgress("comparing", total=len(ds), unit="recordings", show=progress) as count:
-        for start in range(0, len(ds), 512):
-            rows = read_rows(ds.mels, np.arange(start, min(start + 512, len(ds))))
-            found += [digest_of(np.ascontiguousarray(r)) if (r != r.flat[0]).any() else "" for r in rows]
-            count.add(len(rows))
+    rows = (row for block in row_blocks(ds, "comparing", progress) for row in block)
+    found = [digest_of(np.ascontiguousarray(r)) if (r != r.flat[0]).any() else "" for r in rows]
     return np.array(found, dtype=object)
 
 
@@ -460,12 +455,15 @@ def _check_split(
         part[rows] = k
     found = tuple(find_shared(table, part, list(parts), groups, grouped_by))
     inside = np.flatnonzero(part >= 0)
-    problems = []
-    for k, label in enumerate(class_names):
-        missing = [name for name, rows in parts.items() if not (labels[rows] == k).any()]
-        if 0 < len(missing) < len(parts):
-            text = f"the label has no recording in {', '.join(missing)}"
-            problems.append(Problem("empty_label", show_path(label), text))
+    lacking = {
+        label: [name for name, rows in parts.items() if not (labels[rows] == k).any()]
+        for k, label in enumerate(class_names)
+    }
+    problems = [
+        Problem("empty_label", show_path(label), f"the label has no recording in {', '.join(own)}")
+        for label, own in lacking.items()
+        if 0 < len(own) < len(parts)
+    ]
     problems += _tied_labels(table.iloc[inside], labels[inside], class_names)
     unchecked = tuple(
         kind
@@ -494,11 +492,9 @@ def existing_split(
     "Take a split as it is, its rows counted through the data sets of all parts; warn of leakage between its parts."
     if len(parts) < 2:
         raise UsageError("a split needs at least two parts", code="usage", found=", ".join(parts) or "none")
-    given = {name: segments.source_list(sources) for name, sources in parts.items()}
-    every = [s for own in given.values() for s in own]
-    table, labels, names, lengths = _labelled_table(every, progress, legacy=legacy, same_labels=same_labels)
-    ends = np.cumsum([0, *lengths])[np.cumsum([0, *map(len, given.values())])].tolist()
-    rows = {name: np.arange(a, b) for name, a, b in zip(parts, ends, ends[1:])}
+    table, labels, names, lengths = _labelled_table(parts, progress, legacy=legacy, same_labels=same_labels)
+    ends = np.cumsum([0, *lengths]).tolist()
+    rows = {name: np.arange(*span) for name, span in zip(parts, pairwise(ends), strict=True)}
     return _check_split(table, labels, names, rows, "Existing split of the data sets.", allow_leaky_split)
 
 # %% ../../../nbs/detector/data/splits.ipynb #c93206ed
@@ -527,8 +523,7 @@ def group_split(
             code="usage",
             found=", ".join(f"{n} {s:g}" for n, s in shares.items()) or "none",
         )
-    people = None if labels is None else read_labels(labels)
-    table, label_ids, class_names, _ = _labelled_table(sources, progress, legacy=legacy, people=people)
+    table, label_ids, class_names, _ = _labelled_table({"": sources}, progress, labels, legacy=legacy)
     values = group_values(table, group)
     inside = np.flatnonzero(task.classes(label_ids) != LEFT_OUT) if task else np.arange(len(table))
     own = label_ids[inside]
@@ -541,7 +536,9 @@ def group_split(
     part, lacking = _divide(units, own, shares, seed)
     if lacking and allow_leaky_split:  # recordings of groups with such a label become groups of their own
         apart = np.isin(units, units[np.isin(own, lacking)])
-        single = [f"{k}" if alone else f"group {u}" for k, (u, alone) in enumerate(zip(units, apart))]
+        single = [
+            f"{k}" if alone else f"group {u}" for k, (u, alone) in enumerate(zip(units, apart, strict=True))
+        ]
         units = join_groups(np.array(single), content[inside])
         name = "recording"
         part, lacking = _divide(units, own, shares, seed)
@@ -562,30 +559,34 @@ def group_split(
             ),
         )
     parts = {name: inside[part == k] for k, name in enumerate(shares)}
-    by = {group_name(group): values.astype(object)}
-    return _check_split(table, label_ids, class_names, parts, method, allow_leaky_split, groups, by)
+    return _check_split(
+        table,
+        label_ids,
+        class_names,
+        parts,
+        method,
+        allow_leaky_split,
+        groups,
+        grouped_by={group_name(group): values.astype(object)},
+    )
 
 
 def _labelled_table(
-    sources: DataSource | Sequence[DataSource],
+    parts: Mapping[str, DataSource | Sequence[DataSource]],
     progress: str,
-    *,
-    legacy: bool,
-    same_labels: bool = True,
-    people: CurrentLabels | None = None,
+    labels: LabelTable | None = None,  # labels by people
+    **how: Any,  # other options of `open_parts`
 ) -> tuple["pd.DataFrame", np.ndarray, tuple[str, ...], list[int]]:
-    "Read the table of recordings, their labels by number, the names of the labels, and the length of each data set."
-    opened = segments.open_sources(sources, legacy=legacy, same_labels=same_labels, people=people)
-    try:
-        table = recordings_table(opened, progress=progress)
+    "Read the table of recordings, their labels by number, the names of the labels, and the recordings of each part."
+    with open_parts(parts, labels, **how) as opened:
+        every = [ds for own in opened.values() for ds in own]
+        table = recordings_table(every, progress=progress)
         names: dict[str, str] = {}  # by what is compared, which ignores case and what cannot be seen
-        for name in (name for ds in opened for name in ds.class_names):
+        for name in (name for ds in every for name in ds.class_names):
             names.setdefault(text_key(name).casefold(), name)
         numbers = {key: k for k, key in enumerate(names)}
-        labels = np.array([numbers[text_key(name).casefold()] for name in table["label"]], np.int64)
-        return table, labels, tuple(names.values()), [len(ds) for ds in opened]
-    finally:
-        segments.close_opened(opened, sources)
+        label_ids = np.array([numbers[text_key(name).casefold()] for name in table["label"]], np.int64)
+        return table, label_ids, tuple(names.values()), [sum(map(len, own)) for own in opened.values()]
 
 
 def _divide(
@@ -633,7 +634,7 @@ def _remedy(
     if not needs_validation and len(counts) <= 10 and can_be_left_out(counts).all():
         ways.append("--cross-validate (lm.cross_validate), where each group is held out once")
     if task and task.leak_in_data not in lacking and counts.any(0).sum() > len(lacking) + 1:
-        rare = [n for n, k in zip(task.class_names, task.to_model) if k == LEFT_OUT]
+        rare = [n for n, k in zip(task.class_names, task.to_model, strict=True) if k == LEFT_OUT]
         rare += [task.class_names[k] for k in lacking]
         ways.append(f"--leave-out {shlex.quote(','.join(rare))}")
     totals = counts.sum(0)
@@ -662,8 +663,7 @@ def why_no_split(
     labels: LabelTable | None = None,  # labels by people, which replace those of the data sets
 ) -> str:  # a sentence; empty: a split into three parts leaves enough of everything
     "Say why recordings are too few for a test set of their own, so that a cross-validation tells more."
-    people = None if labels is None else read_labels(labels)
-    table, label_ids, class_names, _ = _labelled_table(sources, "none", legacy=False, people=people)
+    table, label_ids, class_names, _ = _labelled_table({"": sources}, "none", labels)
     inside = np.flatnonzero(task.classes(label_ids) != LEFT_OUT) if task else np.arange(len(table))
     if len(inside) < _FEW_RECORDINGS:
         return f"{len(inside):,} recordings are fewer than {_FEW_RECORDINGS}"

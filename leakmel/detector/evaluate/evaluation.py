@@ -11,10 +11,9 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from html import escape
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress, wrap_text
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE
-from leakmel.detector.data.segments import Segments, Task, close_opened, open_sources, source_list
+from leakmel.detector.data.segments import Segments, Task, open_parts
 from leakmel.detector.data.splits import (
     LEAKY_SPLIT,
     Group,
@@ -39,7 +38,6 @@ from leakmel.detector.data.splits import (
 from leakmel.detector.evaluate import plots
 from leakmel.detector.metrics import metrics
 from leakmel.detector.metrics import significance as stats
-from leakmel.detector.metrics.metrics import FIGURES, reliability
 from leakmel.detector.model.card import TEST_SET, Overlap, evaluation_record, find_overlap
 from leakmel.detector.model.cards import update_card
 from leakmel.detector.model.detector import Detector, load_detector, score_rows
@@ -47,7 +45,7 @@ from leakmel.detector.model.files import CHAMPION_FILE, model_file, pick_device,
 from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.detector.train.state import Sources, row_digests, too_short, trailing_silence
 from leakmel.mel.spec import MelSpec
-from leakmel.recordings.labels import CurrentLabels, LabelTable, counts_text, joint_counts, read_labels
+from leakmel.recordings.labels import LabelTable, counts_text, joint_counts
 from leakmel.recordings.wav import digest_of
 
 if TYPE_CHECKING:
@@ -124,10 +122,12 @@ class Evaluation:
     def figures(self) -> pd.DataFrame:
         "Return a table with a row for each figure and a column for each rule and baseline."
         texts = {
-            j.title: [f"{j.figures[f]:.2f}{j.intervals[f].in_brackets('.2f')}" for f in FIGURES]
+            j.title: [f"{j.figures[f]:.2f}{j.intervals[f].in_brackets('.2f')}" for f in metrics.FIGURES]
             for j in self.ways
         }
-        return pd.DataFrame(texts, index=[*map(stats.figure_title, FIGURES)]).replace("nan", "undefined")
+        return pd.DataFrame(texts, index=[*map(stats.figure_title, metrics.FIGURES)]).replace(
+            "nan", "undefined"
+        )
 
     def by_group(self) -> pd.DataFrame:
         "Return a table with a row for each sensor (or other group), the worst first."
@@ -254,13 +254,13 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
     yield e.figures().to_string(line_width=width)
     if e.baselines:
         yield from ("", f"{e.detector.title}, differences from the baselines on the same recordings:")
-        apart = pd.DataFrame(e.differences[e.vote], index=list(FIGURES)).map(str)
+        apart = pd.DataFrame(e.differences[e.vote], index=list(metrics.FIGURES)).map(str)
         apart.columns = [f"minus {e.baselines[str(b)].title}" for b in apart]
         yield apart.rename(stats.figure_title).to_string(line_width=width)
     yield ""
     reasons: dict[str, list[str]] = {}  # reason for a missing figure or interval -> which ones
     for j in e.ways:
-        for f in FIGURES:
+        for f in metrics.FIGURES:
             if why := j.undefined.get(f) or j.intervals[f].note:
                 reasons.setdefault(why, []).append(f"{stats.figure_title(f)} of {j.title}")
     for why, where in reasons.items():
@@ -348,22 +348,20 @@ def _open_parts(
     part: str,
     task: Task,
     legacy: bool,
-    people: CurrentLabels | None,
+    labels: LabelTable | None,
 ) -> Iterator[dict[str, Segments]]:
     "Open the recordings of each part; data sets that were already open stay open."
-    given = {name: source_list(own) for name, own in sources.items()}
-    joined = [source for own in given.values() for source in own]
-    with ExitStack() as stack:
-        every = open_sources(joined, legacy=legacy, same_labels=False, people=people)
-        stack.callback(close_opened, every, joined)
-        left = iter(every)
-        opened = {name: list(islice(left, len(own))) for name, own in given.items()}
+    with open_parts(sources, labels, legacy=legacy, same_labels=False) as opened:
         rows: dict[str, np.ndarray | None] = dict.fromkeys(opened)  # None: all
         if split is not None:
             split.require(sum(map(len, opened[part])), part)
             rows = {n: own for n, own in split.parts.items() if n in (part, "training", "validation")}
-        how: dict[str, Any] = {"level": "recording", "task": task, "preload_to_ram": False}
-        yield {n: Segments(opened.get(n, opened[part]), rows=own, **how) for n, own in rows.items()}
+        yield {
+            n: Segments(
+                opened.get(n, opened[part]), level="recording", rows=own, task=task, preload_to_ram=False
+            )
+            for n, own in rows.items()
+        }
 
 # %% ../../../nbs/detector/evaluate/evaluation.ipynb #1d21fc1a
 def _leakage_warnings(
@@ -484,8 +482,8 @@ def _evaluation(
         },
         verdict=verdict,
         control=stats.permutation_test(boot.truth, own.score, boot.groups, seed=seed),
-        calibration=reliability(boot.truth, np.clip(metrics.vote_scores(segments, "mean"), 0, 1)),
-        calibrated=None if probability is None else reliability(boot.truth, probability),
+        calibration=metrics.reliability(boot.truth, np.clip(metrics.vote_scores(segments, "mean"), 0, 1)),
+        calibrated=None if probability is None else metrics.reliability(boot.truth, probability),
         worst=plots.worst_errors(ds, table, own, segments),
         details={"part": part, **how, "draws": len(boot.times), "seed": seed}
         | {"too_short": ds.n_too_short, "silence": trailing_silence(ds)},
@@ -518,7 +516,10 @@ def evaluate(
     named = model if isinstance(model, Detector) else model_file(model)
     detector = named if isinstance(named, Detector) else load_detector(named)
     votes = (votes,) if isinstance(votes, str) else tuple(votes)
-    for what, asked, choices in (("voting rule", votes, metrics.VOTES), ("metric", (metric,), FIGURES)):
+    for what, asked, choices in (
+        ("voting rule", votes, metrics.VOTES),
+        ("metric", (metric,), metrics.FIGURES),
+    ):
         if unknown := [name for name in asked if name not in choices]:
             raise UsageError(
                 f"the {what} is unknown",
@@ -537,8 +538,7 @@ def evaluate(
         )
     sources = {name: own for name, own in (given | {part: data}).items() if own is not None}
     how = {"device": pick_device(device), "files_per_batch": files_per_batch}
-    people = None if labels is None else read_labels(labels)
-    with _open_parts(sources, split, part, detector.task, legacy, people) as parts:
+    with _open_parts(sources, split, part, detector.task, legacy, labels) as parts:
         if split is None and len(parts) > 1:
             split = existing_split(
                 {name: ds.sources for name, ds in parts.items()},

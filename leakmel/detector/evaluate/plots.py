@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike
 
 from leakmel.core.errors import show_path
@@ -20,10 +21,8 @@ from leakmel.detector.metrics.metrics import Reliability, roc
 from leakmel.detector.metrics.significance import Groups, Interval, ScoredModel, Verdict
 from leakmel.mel.spec import MelSpec
 from leakmel.pages import plots as style
-from leakmel.pages.plots import f32, label_colour, plain_text, styled_figure
 
 if TYPE_CHECKING:
-    import pandas as pd
     import plotly.graph_objects as go
 
 
@@ -43,7 +42,7 @@ def error_bars(
     colour: str,
 ) -> dict[str, Any]:
     "Return the bars of figures with intervals, as plotly takes them."
-    down, up = (f32(np.nan_to_num(np.abs(np.subtract(end, values)))) for end in (low, high))
+    down, up = (style.f32(np.nan_to_num(np.abs(np.subtract(end, values)))) for end in (low, high))
     return {
         "type": "data",
         "symmetric": False,
@@ -76,7 +75,7 @@ def roc_figure(
 ) -> "go.Figure":
     "Draw the ROC curves of a detector and the baselines."
     if not np.isfinite(ways[0].figures["auc"]):
-        return styled_figure([], f"No ROC curve: {ways[0].undefined['auc']}", stamp, height=120)
+        return style.styled_figure([], f"No ROC curve: {ways[0].undefined['auc']}", stamp, height=120)
     traces = [_DIAGONAL]
     names = []
     for k, model in enumerate((*ways, *baselines)):
@@ -87,19 +86,19 @@ def roc_figure(
         same = {"type": "scatter", "legendgroup": model.name}
         traces += [
             dict(
-                name=f"{plain_text(model.title)}: {names[-1]}",
-                x=f32(curve.false_alarm_rate[at]),
-                y=f32(curve.sensitivity[at]),
+                name=f"{style.plain_text(model.title)}: {names[-1]}",
+                x=style.f32(curve.false_alarm_rate[at]),
+                y=style.f32(curve.sensitivity[at]),
                 mode="lines",
-                line=dict(color=label_colour(k), **line),
+                line=dict(color=style.label_colour(k), **line),
                 hovertemplate="%{y:.1%} of leaks at %{x:.1%} false alarms<extra>%{fullData.name}</extra>",
                 **same,
             ),
             dict(
-                x=f32([1 - model.figures["specificity"]]),
-                y=f32([model.figures["sensitivity"]]),
+                x=style.f32([1 - model.figures["specificity"]]),
+                y=style.f32([model.figures["sensitivity"]]),
                 mode="markers",
-                marker={"color": label_colour(k), "size": 9, "symbol": "diamond"},
+                marker={"color": style.label_colour(k), "size": 9, "symbol": "diamond"},
                 showlegend=False,
                 hovertemplate=f"threshold {model.threshold:.3f}: "
                 + "%{y:.1%} of leaks, %{x:.1%} false alarms<extra></extra>",
@@ -108,14 +107,14 @@ def roc_figure(
         ]
     result = "not compared with a baseline"
     if verdict is not None:
-        standing = " and ".join(plain_text(title) for title, d in verdict.against if not d.is_better)
+        standing = " and ".join(style.plain_text(title) for title, d in verdict.against if not d.is_better)
         result = {
             True: "better than all baselines",
             False: f"not shown to be better than {standing}",
             None: "comparison with the baselines not possible",
         }[verdict.beats]
     place = {"x": 0.98, "xanchor": "right", "y": 0.05, "yanchor": "bottom", "yref": "paper"}
-    return styled_figure(
+    return style.styled_figure(
         traces,
         f"{names[0]}, {result}",
         f"{stamp}Diamonds: decision threshold. In brackets: 95 % confidence interval",
@@ -135,7 +134,7 @@ def roc_figure(
 
 
 def auc_figure(
-    points: "pd.DataFrame",  # line, x, auc, its interval auc_low and auc_high, text; the first line is the detector
+    points: pd.DataFrame,  # line, x, auc, its interval auc_low and auc_high, text; the first line is the detector
     title: str,
     note: str,
     xaxis: Mapping[str, Any],
@@ -143,23 +142,23 @@ def auc_figure(
     "Draw lines of AUC with their intervals as bars; a figure without an interval has no bar."
     traces = []
     for k, (name, own) in enumerate(points.groupby("line", sort=False)):
-        colour = label_colour(k)
+        colour = style.label_colour(k)
         ends = (own["auc_low"], own["auc_high"])
         traces.append(
             {
                 "type": "scatter",
                 "name": name,
-                "x": f32(own["x"]),
-                "y": f32(own["auc"]),
+                "x": style.f32(own["x"]),
+                "y": style.f32(own["auc"]),
                 "mode": "lines+markers",
                 "line": {"color": colour, "width": 1.4 if k else 2.6, "dash": "dot" if k else "solid"},
                 "marker": {"color": colour, "size": 6 if k else 9},
                 "error_y": error_bars(own["auc"], *ends, colour),
-                "customdata": [f"{text}{Interval(*i)}" for text, *i in zip(own["text"], *ends)],
+                "customdata": [f"{text}{Interval(*i)}" for text, *i in zip(own["text"], *ends, strict=True)],
                 "hovertemplate": "AUC %{y:.3f} (%{customdata})<extra>%{fullData.name}</extra>",
             }
         )
-    fig = styled_figure(traces, title, note, height=460, xaxis=xaxis, yaxis={"title": {"text": "AUC"}})
+    fig = style.styled_figure(traces, title, note, height=460, xaxis=xaxis, yaxis={"title": {"text": "AUC"}})
     return fig.update_layout(margin={"b": 44})
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #3e9619ec
@@ -168,13 +167,16 @@ def confusion_figure(model: ScoredModel, leak_label: str = "leak", *, stamp: str
     c = model.counts
     counts = np.array([[c.true_leak, c.missed_leak], [c.false_alarm, c.true_normal]])  # rows truth
     share = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    leak = plain_text(leak_label)
+    leak = style.plain_text(leak_label)
     cells = {
         "type": "heatmap",
-        "z": f32(np.array([[1, -1], [-1, 1]]) * share),  # right ones blue, wrong ones red
+        "z": style.f32(np.array([[1, -1], [-1, 1]]) * share),  # right ones blue, wrong ones red
         "x": [f"called {leak}", "called normal"],
         "y": [f"{leak} ({counts[0].sum():,})", f"others ({counts[1].sum():,})"],
-        "text": [[f"{n:,}<br>{p:.0f} %" for n, p in zip(*pair)] for pair in zip(counts, share)],
+        "text": [
+            [f"{n:,}<br>{p:.0f} %" for n, p in zip(*pair, strict=True)]
+            for pair in zip(counts, share, strict=True)
+        ],
         "texttemplate": "%{text}",
         "textfont": {"size": 15, "color": "#222"},
         "showscale": False,
@@ -185,7 +187,7 @@ def confusion_figure(model: ScoredModel, leak_label: str = "leak", *, stamp: str
         "colorscale": [[0, "#E8875A"], [0.5, "#EDEDED"], [1, "#7DB4DC"]],
         "hovertemplate": "%{y}, %{x}: %{text}<extra></extra>",
     }
-    return styled_figure(
+    return style.styled_figure(
         [cells],
         f"{counted(c.missed_leak, 'leak')} missed and {counted(c.false_alarm, 'false alarm')} in {c.n:,} recordings",
         f"{stamp}{model.title}, threshold {model.threshold:.3f}; percentages per row",
@@ -205,7 +207,7 @@ def reliability_figure(
     lines = [_DIAGONAL]
     texts = []
     values = {"score": "Score", "probability": "Calibrated probability"}
-    for name, own, colour in zip(values, (found, calibrated), (OTHER_COLOR, LEAK_COLOR)):
+    for name, own, colour in zip(values, (found, calibrated), (OTHER_COLOR, LEAK_COLOR), strict=True):
         if own is not None:
             texts.append(f"{values[name]} and share of leaks differ by {own.error:.2f} on average")
             n = own.n[own.n > 0]
@@ -213,12 +215,12 @@ def reliability_figure(
                 {
                     "type": "scatter",
                     "name": name,
-                    "x": f32(own.mean_score[own.n > 0]),
-                    "y": f32(own.leak_share[own.n > 0]),
+                    "x": style.f32(own.mean_score[own.n > 0]),
+                    "y": style.f32(own.leak_share[own.n > 0]),
                     "mode": "lines+markers",
                     "line": {"color": colour, "width": 1.4},
                     "marker": {
-                        "size": f32(7 + 23 * np.sqrt(n / n.max(initial=1))),
+                        "size": style.f32(7 + 23 * np.sqrt(n / n.max(initial=1))),
                         "color": colour,
                         "opacity": 0.8,
                     },
@@ -227,7 +229,7 @@ def reliability_figure(
                     "hovertemplate": f"{name} %{{x:.2f}}: %{{y:.1%}} leaks of %{{customdata:,}} recordings<extra></extra>",
                 }
             )
-    return styled_figure(
+    return style.styled_figure(
         lines,
         texts.pop(),
         stamp + ". ".join(["Bins of 0.1; on the diagonal, values are probabilities of a leak", *texts]),
@@ -248,9 +250,7 @@ def group_figure(
     stamp: str = "",  # of a leaky split
 ) -> "go.Figure":
     "Draw the scores of leaks and other recordings by sensor."
-    import pandas as pd
-
-    code, names = groups.code, [plain_text(name) for name in groups.names]
+    code, names = groups.code, [style.plain_text(name) for name in groups.names]
     wrong = np.bincount(code, weights=(model.score >= model.threshold) != truth, minlength=len(names))
     n = np.bincount(code, minlength=len(names))
     rows = np.lexsort((n, -wrong / np.maximum(n, 1)))[:MOST_SENSORS]
@@ -265,13 +265,13 @@ def group_figure(
             {
                 "type": "scatter",
                 "name": name,
-                "x": f32(mid),
-                "y": f32(np.arange(len(rows)) + (0.16 if k else -0.16)),
+                "x": style.f32(mid),
+                "y": style.f32(np.arange(len(rows)) + (0.16 if k else -0.16)),
                 "mode": "markers",
                 "error_x": error_bars(mid, low, high, colour),
                 "hovertemplate": "%{hovertext}, %{fullData.name}: median %{x:.2f}, 80 % from %{customdata[0]:.2f} to %{customdata[1]:.2f}<extra></extra>",
                 "marker": {"color": colour, "size": 8, "symbol": symbol},
-                "customdata": f32(np.stack([low, high], 1)),
+                "customdata": style.f32(np.stack([low, high], 1)),
                 "hovertext": [names[i] for i in rows],
             }
         )
@@ -279,7 +279,7 @@ def group_figure(
     if wrong.any():
         worst = rows[0]
         title = f"{names[worst]} is worst: {wrong[worst]:.0f} of {n[worst]:,} recordings wrong"
-    fig = styled_figure(
+    fig = style.styled_figure(
         traces,
         title,
         f"{stamp}Median score; lines span the 10th to the 90th percentile; {len(rows)} of {len(names):,} rows",
@@ -320,7 +320,7 @@ class Misclassified:
 
 def worst_errors(
     ds: Segments,
-    table: "pd.DataFrame",  # of its recordings, with a column leak
+    table: pd.DataFrame,  # of its recordings, with a column leak
     model: ScoredModel,
     segments: np.ndarray,  # [B, L] scores
 ) -> tuple[Misclassified, ...]:  # at most MAX_ERRORS
@@ -383,7 +383,7 @@ def spectrogram_figure(
         subplot_titles=[t for own in titles for t in [*own, *[""] * (2 * n_cols - len(own))]],
     )
     fig.update_annotations(font={"size": 11, "color": style.TEXT_COLOUR})
-    for k, (s, (edges, times, picture)) in enumerate(zip(shown, pictures)):
+    for k, (s, (edges, times, picture)) in enumerate(zip(shown, pictures, strict=True)):
         row, col = divmod(k, n_cols)
         upper, lower = {"row": 2 * row + 1, "col": col + 1}, {"row": 2 * row + 2, "col": col + 1}
         bands = np.arange(len(picture)) if spec is None else spec.mel_hz
@@ -429,8 +429,8 @@ def _traces(
     heat = {
         "type": "heatmap",
         "z": levels,
-        "x": f32(times),
-        "y": f32(bands),
+        "x": style.f32(times),
+        "y": style.f32(bands),
         "coloraxis": "coloraxis",
         "name": s.title,
         "hovertemplate": "%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>",
@@ -438,8 +438,8 @@ def _traces(
     step = -(-len(edges) // style.MAX_POINTS)
     scores = {
         "type": "scatter",
-        "x": f32(edges[::step]),
-        "y": f32(np.append(s.scores, s.scores[-1])[::step]),
+        "x": style.f32(edges[::step]),
+        "y": style.f32(np.append(s.scores, s.scores[-1])[::step]),
         "mode": "lines",
         "line": {"shape": "hv", "width": 1.4, "color": s.colour},
         "name": s.title,
@@ -457,14 +457,14 @@ def errors_figure(
 ) -> "go.Figure":
     "Draw log-mel spectrograms of misclassified recordings with the score of each segment below."
     if not worst:
-        return styled_figure([], "No recording was misclassified", stamp, height=120)
+        return style.styled_figure([], "No recording was misclassified", stamp, height=120)
     shown = []
     for w in worst:
         path = w.path.rsplit("/", 1)[-1] or "a recording without a name"
         short = path if len(path) <= 44 else f"{path[:20]}...{path[-20:]}"
-        error = f"{'missed' if w.is_leak else 'false alarm'}: {plain_text(short)}"
+        error = f"{'missed' if w.is_leak else 'false alarm'}: {style.plain_text(short)}"
+        title = f"{error}<br>{style.plain_text(w.label)}, score {w.score:.2f}"
         colour = LEAK_COLOR if w.is_leak else OTHER_COLOR
-        title = f"{error}<br>{plain_text(w.label)}, score {w.score:.2f}"
         shown.append(ScoredSpectrogram(title, w.mels, w.segment_scores, colour=colour))
     n_missed = sum(w.is_leak for w in worst)
     errors = f"{counted(n_missed, 'leak')} missed, {counted(len(worst) - n_missed, 'false alarm')}"

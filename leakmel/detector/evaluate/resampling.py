@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -43,7 +43,6 @@ from leakmel.detector.model.files import pick_device, require_result
 from leakmel.detector.model.settings import TrainSettings
 from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features
 from leakmel.detector.train import folds
-from leakmel.detector.train.folds import NO_CHOICE, QUALITY, Fit
 from leakmel.detector.train.loop import folder_lock
 from leakmel.detector.train.state import Sources, TrainingData, open_training
 from leakmel.pages.plots import plain_text
@@ -113,8 +112,7 @@ class Resampled(RowTable):
             write_whole(self.out / f"{self.name}.csv", table.to_csv(index=False))
             if head := result_files(self.name).get(f"{self.name}.html"):
                 figure = self.plots()[self.name].to_html(full_html=False, config={"displaylogo": False})
-                page = f"{head.decode()}{self._repr_html_()}{figure}\n"
-                write_whole(self.out / f"{self.name}.html", page)
+                write_whole(self.out / f"{self.name}.html", f"{head.decode()}{self._repr_html_()}{figure}\n")
             write_summary(self.out, self.to_dict())
         return self
 
@@ -127,7 +125,8 @@ def plain_rows(table: pd.DataFrame) -> Any:
 def figures_text(model: stats.ScoredModel) -> str:
     "AUC and balanced accuracy with their intervals."
     return ", ".join(
-        f"{stats.figure_title(n)} {model.figures[n]:.3f}{model.intervals[n].in_brackets()}" for n in QUALITY
+        f"{stats.figure_title(n)} {model.figures[n]:.3f}{model.intervals[n].in_brackets()}"
+        for n in folds.QUALITY
     )
 
 # %% ../../../nbs/detector/evaluate/resampling.ipynb #cv000013
@@ -187,7 +186,7 @@ class CrossValidation(Resampled):
             }
             | {"n": int(v.count())}
             for name, parts in (("folds", self.folds), ("seeds", self.seeds))
-            for n, v in parts[[*QUALITY]].items()
+            for n, v in parts[[*folds.QUALITY]].items()
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -196,7 +195,7 @@ class CrossValidation(Resampled):
         spread = {
             name: ", ".join(
                 f"{stats.figure_title(n)} {v.min():.3f} to {v.max():.3f} in {len(v)}"
-                for n, v in ((n, parts[n].dropna()) for n in QUALITY)
+                for n, v in ((n, parts[n].dropna()) for n in folds.QUALITY)
                 if len(v)
             )
             for name, parts in (("folds", self.folds), ("seeds", self.seeds))
@@ -214,14 +213,14 @@ class CrossValidation(Resampled):
             *(("caution", text) for text in self.cautions),
             *((name, text or "each has one label only") for name, text in spread.items()),
             ("kind", ", ".join(kinds)),
-            *[("", NO_CHOICE)] * (NO_CHOICE in set(self.folds["reason"])),
+            *[("", folds.NO_CHOICE)] * (folds.NO_CHOICE in set(self.folds["reason"])),
             *super().rows(),
         ]
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
         by_title = {t: d.summary for t, d in self.verdict.against}
-        found = {
+        return {
             "cross_validation": self.method,
             "recordings": len(self),
             "leaks": int(self.table["leak"].sum()),
@@ -237,10 +236,9 @@ class CrossValidation(Resampled):
             "kinds": self.kinds,
             "folds": plain_rows(self.folds),
             "seeds": plain_rows(self.seeds),
+            **({"labels_by_people": dict(self.labels_by_people)} if self.labels_by_people else {}),
+            **super().to_dict(),
         }
-        if self.labels_by_people:
-            found["labels_by_people"] = dict(self.labels_by_people)
-        return found | super().to_dict()
 
     def plots(self) -> "dict[str, go.Figure]":  # roc, reliability
         "Draw the ROC curves of detector and baselines, and the reliability of scores and probabilities, by name."
@@ -290,15 +288,15 @@ class Resampling:
             group = group_values(self.table, group, missing="one")[self.data.training.rows]
         return folds.joined_groups(self.recordings, group)
 
-    def fits(self, of: Any, groups: stats.Groups) -> list[Fit]:  # raises DataError
+    def fits(self, of: Any, groups: stats.Groups) -> list[folds.Fit]:  # raises DataError
         "List the fits of cross-validations by groups, one for each seed: one group is left out where they are few."
-        found = list[Fit]()
+        found = list[folds.Fit]()
         classes, code = self.data.training.labels, groups.code
         few = len(groups) <= MOST_LEFT_OUT and can_be_left_out(label_counts(code, classes)).all()
         for seed in range(self.seeds):
             fold = code if few else folds.make_folds(classes, code, self.n_folds, self.settings.seed + seed)
             for k in range(int(fold.max()) + 1):
-                fit = Fit(of, groups, seed, k, np.flatnonzero(fold != k), np.flatnonzero(fold == k))
+                fit = folds.Fit(of, groups, seed, k, np.flatnonzero(fold != k), np.flatnonzero(fold == k))
                 if self.settings.detector == "blend":  # it needs folds inside each fold
                     folds.make_folds(classes[fit.learned], code[fit.learned], 5, seed)
                 found.append(fit)
@@ -306,7 +304,7 @@ class Resampling:
 
     def scores(
         self,
-        fits: Sequence[Fit],  # each recording is held out once for each seed
+        fits: Sequence[folds.Fit],  # each recording is held out once for each seed
         baselines: bool = True,
     ) -> tuple[dict[Any, dict[str, np.ndarray]], pd.DataFrame]:
         "Fit detectors and baselines; return, of what fits belong to, [S, n] folds and scores, and a row for each fit."
@@ -319,9 +317,8 @@ class Resampling:
         names = ("fold", "detector", *features)
         found = {of: {name: empty.copy() for name in names} for of in {fit.of for fit in fits}}
         rows = []
-        label = self.name.replace("_", " ")
         total = sum(len(fit.held_out) for fit in fits)
-        with Progress(total, unit="recordings", label=label, show=self.show) as bar:
+        with Progress(total, unit="recordings", label=self.name.replace("_", " "), show=self.show) as bar:
             for k, (facts, scores) in folds.run_fits(trainer, features, fits, self.jobs, self.cluster):
                 rows.append(facts)
                 for name, values in scores.items():
@@ -349,7 +346,7 @@ class Resampling:
             groups=groups,
             scores=scores,
             folds=rows.sort_values(["seed", "fold"], ignore_index=True).drop(columns=["of", "n_done"]),
-            seeds=pd.DataFrame([leak_metrics(truth, own) for own in scores["detector"]])[[*QUALITY]],
+            seeds=pd.DataFrame([leak_metrics(truth, own) for own in scores["detector"]])[[*folds.QUALITY]],
             labels_by_people=self.data.labels_by_people,
             **folds.compare_with_baselines(
                 boot, scores, self.settings.detector, set(rows["kind"]) == {"spectral"}
@@ -372,28 +369,33 @@ def open_resampling(
     settings: TrainSettings | None,  # None: the defaults
     device: str,
     progress: bool | str,
-    numbers: Mapping[str, Any],  # n_folds, seeds, n_draws, jobs and cluster of the `Resampling`
+    n_folds: int,
+    seeds: int,
+    n_draws: int,
+    jobs: int | None,
+    cluster: Cluster | None,
     **how: Any,  # other arguments of `open_training`
 ) -> Iterator[Resampling]:  # raises UsageError, DataError, OutputError
     "Open the recordings of a resampling, and lock its folder, in which files of others are not replaced."
-    for what, least in (("n_folds", 2), ("seeds", 1), ("jobs", 1)):
-        if numbers[what] is not None and numbers[what] < least:
-            raise UsageError(f"{what} must be at least {least}", code="usage", found=numbers[what])
+    for what, value, least in (("n_folds", n_folds, 2), ("seeds", seeds, 1), ("jobs", jobs, 1)):
+        if value is not None and value < least:
+            raise UsageError(f"{what} must be at least {least}", code="usage", found=value)
     began = time.perf_counter()
     settings = settings or TrainSettings()
     title = name.replace("_", "-")
     on = pick_device(device)
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
+    lock = nullcontext() if folder is None else folder_lock(folder, title)
     unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
-    with ExitStack() as stack:
-        opened = stack.enter_context(open_training(data, settings=unloaded, progress=show, **how))
+    with open_training(data, settings=unloaded, progress=show, **how) as opened, lock:
         if folder is not None:
-            stack.enter_context(folder_lock(folder, title))
             for file, mark in result_files(name).items():
                 require_result(folder / file, f"result of a {title}", mark)
         table = recordings_table(opened.training.sources, progress="none")
-        yield Resampling(name, opened, settings, on, show, folder, table=table, began=began, **numbers)
+        yield Resampling(
+            name, opened, settings, on, show, folder, n_folds, seeds, n_draws, jobs, table, began, cluster
+        )
 
 # %% ../../../nbs/detector/evaluate/resampling.ipynb #cv000016
 def cross_validate(
@@ -420,9 +422,21 @@ def cross_validate(
     cluster: Cluster | None = None,
 ) -> CrossValidation:  # raises UsageError, DataError, OutputError
     "Evaluate a detector by cross-validation: each recording is scored by a detector that was trained without its group."
-    numbers = {"n_folds": n_folds, "seeds": seeds, "n_draws": n_draws, "jobs": jobs, "cluster": cluster}
     how = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy, "labels": labels}
-    with open_resampling("cross_validation", data, out, settings, device, progress, numbers, **how) as run:
+    with open_resampling(
+        "cross_validation",
+        data,
+        out,
+        settings,
+        device,
+        progress,
+        n_folds,
+        seeds,
+        n_draws,
+        jobs,
+        cluster,
+        **how,
+    ) as run:
         groups = run.groups(group)
         scores, rows = run.scores(run.fits("", groups))
         return run.cross_validation(groups, scores[""], rows).written()
@@ -504,7 +518,9 @@ class Generalisation(Resampled):
         axis = {
             "title": {"text": "folds by (harder test to the right)"},
             "tickvals": list(range(len(shown))),
-            "ticktext": [f"{plain_text(t)}<br>{g['groups']:,} groups" for t, g in zip(titles, shown)],
+            "ticktext": [
+                f"{plain_text(t)}<br>{g['groups']:,} groups" for t, g in zip(titles, shown, strict=True)
+            ],
             "range": [-0.4, len(shown) - 0.6],
             "showgrid": False,
         }
@@ -519,11 +535,11 @@ class Generalisation(Resampled):
 # %% ../../../nbs/detector/evaluate/resampling.ipynb #ge000019
 def _plan_groupings(
     run: Resampling, names: Sequence[str]
-) -> tuple[list[dict[str, Any]], dict[str, stats.Groups], list[Fit]]:
+) -> tuple[list[dict[str, Any]], dict[str, stats.Groups], list[folds.Fit]]:
     "Sort groupings by their number of groups; return plain values of all, the groups of those to test, and their fits."
     rows = list[dict[str, Any]]()
     planned = dict[str, stats.Groups]()
-    fits = list[Fit]()
+    fits = list[folds.Fit]()
     first = dict[bytes, dict[str, Any]]()  # by the groups, numbered by their first recordings
     found = [(name, *find_grouping(run.recordings, name)) for name in names]
     for name, groups, left_out in sorted(found, key=lambda g: -len(g[1])):
@@ -552,8 +568,9 @@ def _plan_groupings(
     return sorted(rows, key=lambda row: row["left_out"] is not None), planned, fits
 
 
-def _table_row(row: Mapping[str, Any], models: Mapping[str, stats.ScoredModel]) -> dict[str, Any]:
+def _table_row(row: Mapping[str, Any], found: CrossValidation | None) -> dict[str, Any]:
     "Make the row of a grouping in the table from its plain values."
+    models = {} if found is None else found.models
     left_out = row["left_out"] or {"reason": "", "code": ""}
     return {
         "grouping": show_path(row["by"]),
@@ -563,7 +580,9 @@ def _table_row(row: Mapping[str, Any], models: Mapping[str, stats.ScoredModel]) 
         "code": left_out["code"],
         "recordings": row.get("recordings"),
         "leaks": row.get("leaks"),
-        **{f"{name}_{k}": v for name, m in models.items() for n in QUALITY for k, v in m.row(n).items()},
+        **{
+            f"{name}_{k}": v for name, m in models.items() for n in folds.QUALITY for k, v in m.row(n).items()
+        },
     }
 
 
@@ -590,26 +609,24 @@ def generalisation(
     names = [groups] if isinstance(groups, str) else list(dict.fromkeys(groups))
     if not names:
         raise UsageError("groups must name a grouping", code="usage", found=names)
-    numbers = {"n_folds": n_folds, "seeds": seeds, "n_draws": n_draws, "jobs": jobs}
     how = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy, "labels": labels}
-    with open_resampling("generalisation", data, out, settings, device, progress, numbers, **how) as run:
+    with open_resampling(
+        "generalisation", data, out, settings, device, progress, n_folds, seeds, n_draws, jobs, None, **how
+    ) as run:
         rows, planned, fits = _plan_groupings(run, names)
         scores, facts = run.scores(fits)
         tested = {
             name: run.cross_validation(own, scores[name], facts[facts["of"] == name])
             for name, own in planned.items()
         }
-        for row, result in zip(rows, tested.values()):  # those left out are at the end
+        hardest = []
+        for row, result in zip(rows, tested.values(), strict=False):  # groupings left out are at the end
             values = result.to_dict()
             row |= {n: values[n] for n in ("recordings", "leaks", "kinds", "verdict", "beats")}
             row |= {"method": result.method, "models": {n: m.summary for n, m in result.models.items()}}
-        hardest = [
-            ([row["by"], *row["same_groups"]][-1], result.groups, result.scores["detector"])
-            for row, result in zip(rows, tested.values())
-        ]
-        models = [*(result.models for result in tested.values()), *[{}] * (len(rows) - len(tested))]
+            hardest.append(([row["by"], *row["same_groups"]][-1], result.groups, result.scores["detector"]))
         return Generalisation(
-            table=pd.DataFrame(map(_table_row, rows, models)),
+            table=pd.DataFrame([_table_row(row, tested.get(row["by"])) for row in rows]),
             groupings=rows,
             tested=tested,
             answer=stats.new_group_answer(
@@ -687,7 +704,7 @@ _WHOLE = ("groups", 1.0)  # all training recordings: the last point of both curv
 def _points(
     run: Resampling,
     groups: stats.Groups,
-    fits: Sequence[Fit],
+    fits: Sequence[folds.Fit],
     found: Mapping[tuple[str, float], Mapping[str, np.ndarray]],  # scores of each curve and share
 ) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
     "Compute the points of both curves and the gains."
@@ -696,12 +713,13 @@ def _points(
     values = dict[Any, dict[str, Any]]()
     for of, model in models.items():
         learned = [groups.code[fit.learned] for fit in fits if fit.of == of]
-        areas = (leak_metrics(boot.truth, score)["auc"] for score in found[of]["detector"])
         values[of] = {
             "recordings": np.mean([len(code) for code in learned]),
             "groups": np.mean([len(np.unique(code)) for code in learned]),
             **model.row("auc"),
-            **{f"auc_{k}": area for k, area in enumerate(areas, 1)},
+            **{
+                f"auc_{k}": leak_metrics(boot.truth, s)["auc"] for k, s in enumerate(found[of]["detector"], 1)
+            },
         }
     enough = 0.95 * values[_WHOLE]["recordings"]
     points, gains = [], {}
@@ -755,9 +773,10 @@ def learning_curve(
     if settings.detector == "auto":
         note = "The kind is spectral, because a choice of the kind would take ten times as many fits"
         settings = replace(settings, detector="spectral")
-    numbers = {"n_folds": n_folds, "seeds": seeds, "n_draws": n_draws, "jobs": jobs}
     how = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy, "labels": labels}
-    with open_resampling("learning_curve", data, out, settings, device, progress, numbers, **how) as run:
+    with open_resampling(
+        "learning_curve", data, out, settings, device, progress, n_folds, seeds, n_draws, jobs, None, **how
+    ) as run:
         groups = run.groups(group)
         fits = run.fits(_WHOLE, groups)
         for fit, of in list(product(fits, product(folds.CURVES, shares))):

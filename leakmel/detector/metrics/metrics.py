@@ -294,7 +294,7 @@ class DecisionRule:
         return {
             "vote": self.vote,
             "share": self.share,
-            "thresholds": dict(zip(VOTES, self.thresholds)),
+            "thresholds": dict(zip(VOTES, self.thresholds, strict=True)),
             "threshold_from": self.threshold_from,
         }
 
@@ -414,8 +414,6 @@ def conformal_threshold(
     share: float,  # of false alarms among recordings of new groups, above 0 and below 1
 ) -> float | None:  # a leak from here on; None: too few groups
     "Compute the threshold that keeps false alarms on new groups within a share (hierarchical conformal prediction)."
-    if not 0 < share < 1:
-        raise UsageError("share must be above 0 and below 1", code="out-of-range", found=share)
     numbers, code, counts = np.unique(group, return_inverse=True, return_counts=True)
     order = np.argsort(score, kind="stable")
     mass = np.cumsum(1 / ((len(numbers) + 1) * counts[code[order]]))
@@ -499,8 +497,9 @@ def alarm_threshold(
     low, high = np.quantile(rates, (0.025, 0.975)).tolist() if rates else (np.nan, np.nan)
     leaks = scores.score[scores.truth]
     # then several single recordings may be of one sensor
-    is_by_recording = scores.by in ("recording", "source")
-    is_by_recording |= scores.by != "sensor" and len(np.unique(scores.group)) == len(scores)
+    is_by_recording = scores.by in ("recording", "source") or (
+        scores.by != "sensor" and len(np.unique(scores.group)) == len(scores)
+    )
     return AlarmThreshold(
         threshold=threshold,
         per_100=float(per_100),

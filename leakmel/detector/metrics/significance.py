@@ -18,7 +18,6 @@ import numpy as np
 from leakmel.core.errors import UsageError, show_path
 from leakmel.detector.data.splits import Group, group_name, group_values, names_by_sensor
 from leakmel.detector.metrics import metrics
-from leakmel.detector.metrics.metrics import FIGURES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -220,7 +219,7 @@ class Bootstrap:
         self,
         score: np.ndarray,  # [B]
         threshold: float,
-    ) -> dict[str, np.ndarray]:  # [B] -> [D] of each of FIGURES
+    ) -> dict[str, np.ndarray]:  # [B] -> [D] of each of metrics.FIGURES
         "Compute every figure of a model in every draw."
         truth, scores = metrics.check_scores(self.truth, score)
         by_group = metrics.counts_by_group(truth, scores >= threshold, self.groups.code, self.times.shape[1])
@@ -241,7 +240,7 @@ class Bootstrap:
 
     def intervals(self, draws: Mapping[str, np.ndarray]) -> dict[str, Interval]:
         "Compute the interval of each figure from draws, as `draws` gives them, or differences of two."
-        return {name: interval_from_draws(draws[name], *self.group_support(name)) for name in FIGURES}
+        return {name: interval_from_draws(draws[name], *self.group_support(name)) for name in metrics.FIGURES}
 
 # %% ../../../nbs/detector/metrics/significance.ipynb #34efd8cf
 @dataclass(frozen=True, eq=False)
@@ -253,7 +252,7 @@ class ScoredModel:
     score: np.ndarray  # [B], mean over seeds
     threshold: float  # a leak from here on
     threshold_from: str  # origin of the threshold
-    figures: dict[str, float]  # each of FIGURES, mean over seeds; NaN where undefined
+    figures: dict[str, float]  # each of metrics.FIGURES, mean over seeds; NaN where undefined
     intervals: dict[str, Interval]
     undefined: dict[str, str]  # figure -> why it is NaN
     counts: metrics.Confusion  # sum over seeds
@@ -302,7 +301,7 @@ def score_model(
     truth, every = boot.truth, np.atleast_2d(np.asarray(score, np.float64))
     figures = [metrics.leak_metrics(truth, own, threshold) for own in every]
     drawn = [boot.draws(own, threshold) for own in every]
-    draws = {n: np.mean([own[n] for own in drawn], 0) for n in FIGURES}
+    draws = {n: np.mean([own[n] for own in drawn], 0) for n in metrics.FIGURES}
     counts = [vars(metrics.confusion(truth, own, threshold)) for own in every]
     return ScoredModel(
         name,
@@ -310,7 +309,7 @@ def score_model(
         every.mean(0),
         float(threshold),
         threshold_from,
-        {n: float(np.mean([own[n] for own in figures])) for n in FIGURES},
+        {n: float(np.mean([own[n] for own in figures])) for n in metrics.FIGURES},
         boot.intervals(draws),
         {
             n: why if len(every) == 1 else f"{why} (with at least one of {len(every)} seeds)"
@@ -359,8 +358,8 @@ class Difference:
 
 def differences(boot: Bootstrap, one: ScoredModel, other: ScoredModel) -> dict[str, Difference]:
     "Compare two models figure by figure."
-    intervals = boot.intervals({name: one.draws[name] - other.draws[name] for name in FIGURES})
-    return {n: Difference(n, one.figures[n] - other.figures[n], intervals[n]) for n in FIGURES}
+    intervals = boot.intervals({name: one.draws[name] - other.draws[name] for name in metrics.FIGURES})
+    return {n: Difference(n, one.figures[n] - other.figures[n], intervals[n]) for n in metrics.FIGURES}
 
 # %% ../../../nbs/detector/metrics/significance.ipynb #6174186e
 @dataclass(frozen=True)
@@ -380,7 +379,7 @@ def give_verdict(
     boot: Bootstrap,
     detector: ScoredModel,
     baselines: Sequence[ScoredModel],
-    figure: str = "auc",  # of FIGURES
+    figure: str = "auc",  # of metrics.FIGURES
 ) -> Verdict:
     "Decide whether a detector beats all baselines."
     found = tuple((b.title, differences(boot, detector, b)[figure]) for b in baselines)
@@ -568,23 +567,23 @@ def group_rows(
     model: ScoredModel,
     groups: Groups,
 ) -> list[dict]:  # truth: [B] bool
-    "Compute recordings, leaks and FIGURES of each group (None where undefined), the worst first."
+    "Compute recordings, leaks and metrics.FIGURES of each group (None where undefined), the worst first."
     code = groups.code
     counts = metrics.counts_by_group(truth, model.score >= model.threshold, code, len(groups))
     figures = metrics.figures_of_counts(counts)
     of_group = np.split(np.argsort(code, kind="stable"), np.cumsum(counts.sum(1))[:-1])
     areas = [
         metrics.roc(truth[mine], model.score[mine]).auc if 0 < c[:2].sum() < c.sum() else np.nan
-        for c, mine in zip(counts, of_group)
+        for c, mine in zip(counts, of_group, strict=True)
     ]
     rows = [
         {
             "group": show_path(name),
             "recordings": int(c.sum()),
             "leaks": int(c[:2].sum()),
-            **{f: plain(areas[k] if f == "auc" else figures[f][k]) for f in FIGURES},
+            **{f: plain(areas[k] if f == "auc" else figures[f][k]) for f in metrics.FIGURES},
         }
-        for k, (name, c) in enumerate(zip(groups.names, counts))
+        for k, (name, c) in enumerate(zip(groups.names, counts, strict=True))
     ]
     return sorted(rows, key=lambda row: (row["accuracy"], -row["recordings"], row["group"]))
 
@@ -604,19 +603,21 @@ def describe_gain(
     """
     i = gain.interval
     what = f"recordings of the same {word}s" if curve == "recordings" else f"{word}s"
+    answers = {
+        "unknown": f"Whether more {what} would help cannot be told",
+        "helps": f"More {what} would probably help",
+        "hardly": f"More {what} would hardly help",
+    }
     finding = "unknown"
-    answer = f"Whether more {what} would help cannot be told"
     if i.known and i.low > 0 and i.high > NEGLIGIBLE:
         finding = "helps"
-        answer = f"More {what} would probably help"
     elif i.known and max(abs(i.low), abs(i.high)) <= NEGLIGIBLE:
         finding = "hardly"
-        answer = f"More {what} would hardly help"
     ends = i.in_brackets(name="95 % interval ") or f" ({i.note})"
     return gain.summary | {
         "share": share,
         "finding": finding,
-        "text": f"{answer}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all.",
+        "text": f"{answers[finding]}: the AUC changes by {gain.value:+.3f}{ends} from {share:.0%} of them to all.",
     }
 
 # %% ../../../nbs/detector/metrics/significance.ipynb #ge000008
@@ -646,8 +647,12 @@ def new_group_answer(
     few = "; ".join(f"only {what}" for n, what in support if n < MIN_GROUPS)
     too_few = f"{few}; at least {MIN_GROUPS} are needed."
     unknown = "What happens on a new pipe cannot be told:"
-    found: dict[str, Any] = {"text": f"{unknown} {too_few}", "hardest": "", "easiest": ""}
-    found |= dict.fromkeys(("auc", "low", "high", "fall"))
+    found: dict[str, Any] = {
+        "text": f"{unknown} {too_few}",
+        "hardest": "",
+        "easiest": "",
+        **dict.fromkeys(("auc", "low", "high", "fall")),
+    }
     if not enough:
         return found
     # of the hardest grouping: the same draws for both, as their difference is paired
@@ -674,6 +679,11 @@ def new_group_answer(
         f"{unknown} folds by {hard.title} test known pipes too.": hard.name in _MAY_SHARE_PIPES,
         f"Harder tests decide nothing: {too_few}": bool(few),
     }
-    found["text"] = " ".join(sentence for sentence, holds in sentences.items() if holds)
-    found |= {"hardest": hard.name, "easiest": easy.name}
-    return found | {"auc": plain(auc), "low": plain(i.low), "high": plain(i.high)}
+    return found | {
+        "text": " ".join(sentence for sentence, holds in sentences.items() if holds),
+        "hardest": hard.name,
+        "easiest": easy.name,
+        "auc": plain(auc),
+        "low": plain(i.low),
+        "high": plain(i.high),
+    }

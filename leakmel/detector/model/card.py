@@ -232,8 +232,9 @@ class Provenance:
         return np.isin(_short_digests(content_digests), self.recordings)
 
     def __or__(self, other: "Provenance") -> "Provenance":
-        both = np.union1d(self.recordings, other.recordings)
-        return Provenance(both, self.is_complete and other.is_complete)
+        return Provenance(
+            np.union1d(self.recordings, other.recordings), self.is_complete and other.is_complete
+        )
 
     def __repr__(self) -> str:
         return f"Provenance({len(self.recordings):,} recordings{'' if self.is_complete else ', and perhaps others'})"

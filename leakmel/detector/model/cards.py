@@ -8,14 +8,17 @@ __all__ = ['update_card']
 # %% ../../../nbs/detector/model/cards.ipynb #f0490003
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
+
+from markupsafe import Markup
 
 from leakmel.core import export
 from leakmel.core.errors import show_path
 from leakmel.core.files import write_whole
-
-if TYPE_CHECKING:
-    from leakmel.detector.model.detector import Detector
+from leakmel.detector.metrics.metrics import alarm_threshold, fit_calibration
+from leakmel.detector.model.card import evaluation_text
+from leakmel.detector.model.detector import Detector, load_detector, steps_of
+from leakmel.detector.model.files import require_kind
 
 # %% ../../../nbs/detector/model/cards.ipynb #f0490009
 _MODEL_CARD = """
@@ -112,19 +115,13 @@ Alarm budgets and probabilities are not available: there are no held-out scores.
 
 
 def model_card(
-    detector: "Detector",
+    detector: Detector,
     name: str = "model.pt",  # of its file
     *,
     license: str | None = None,  # None: not given
     digest: str = "",  # SHA-256 of the file; empty: the section on origin and digests is left out
 ) -> str:  # Markdown
     "Return the model card of a detector."
-    from markupsafe import Markup
-
-    from leakmel.detector.metrics.metrics import alarm_threshold, fit_calibration
-    from leakmel.detector.model.card import evaluation_text
-    from leakmel.detector.model.detector import steps_of
-
     scores = detector.held_out
     if scores is not None and scores.truth.all():  # no threshold and no calibration follow from them
         scores = None
@@ -150,9 +147,6 @@ def is_card(f: BinaryIO) -> bool:
 
 def card_of_model(path: Path, license: str | None, progress: str) -> export.Card:
     "Make the card of a detector."
-    from leakmel.detector.model.card import evaluation_text
-    from leakmel.detector.model.detector import load_detector
-
     detector = load_detector(path)
     digests = export.card_digests([path], progress)
     metadata = export.croissant(
@@ -169,10 +163,8 @@ def card_of_model(path: Path, license: str | None, progress: str) -> export.Card
     )
 
 # %% ../../../nbs/detector/model/cards.ipynb #b4435879
-def update_card(detector: "Detector", model: Path) -> Path:  # raises OutputError, SpaceError
+def update_card(detector: Detector, model: Path) -> Path:  # raises OutputError, SpaceError
     "Write the card next to a model file again, and its metadata where there are any; what a user added to them stays."
-    from leakmel.detector.model.files import require_kind
-
     path, metadata_path = (model.parent / name for name in export.card_names(model, True))
     license, metadata = export.given_before(path, metadata_path)
     if license is None and not metadata:

@@ -94,7 +94,7 @@ class BlendClassifier(nn.Module):
         "Return the probability of each class in each long segment, [B, L, K]; `mask` as for its members."
         s = self.settings
         found = [m.class_probabilities(rows, mask) for m in self.members]  # type: ignore[operator]
-        leaks = [platt(f[..., s.leak], a, b) for f, a, b in zip(found, s.slopes, s.offsets)]
+        leaks = [platt(f[..., s.leak], a, b) for f, a, b in zip(found, s.slopes, s.offsets, strict=True)]
         leak = sum(leaks[1:], leaks[0])[..., None] / len(leaks)
         is_leak = torch.arange(found[0].shape[-1], device=rows.device) == s.leak
         others = torch.where(is_leak, 0, sum(found[1:], found[0]))
@@ -242,7 +242,7 @@ class Detector:
                     flat[chosen] = self.classifier.class_probabilities(rows.flatten(0, 1)[chosen, None])[:, 0]
                 return flat.unflatten(0, (n, n_long))
             mask = _to_device(torch.from_numpy(has), rows.device)
-            pairs = zip(rows.split(at_once), mask.split(at_once))
+            pairs = zip(rows.split(at_once), mask.split(at_once), strict=True)
             scored = torch.cat([self.classifier.class_probabilities(*pair) for pair in pairs])
             return torch.where(mask[:, :, None], scored, torch.nan)
 
@@ -266,21 +266,27 @@ class Detector:
 
         Replaces another detector, and raises OutputError for anything else.
         """
-        head: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN_FIELDS}
         about, weights = to_plain(self.classifier)
-        head |= {"classifier": about, "task": asdict(self.task)}
-        head["spec"] = self.spec and self.spec.to_dict()
-        head["evaluations"] = [asdict(e) for e in self.evaluations]
-        seen = self.provenance
+        head: dict[str, Any] = {
+            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
+            "classifier": about,
+            "task": asdict(self.task),
+            "spec": self.spec and self.spec.to_dict(),
+            "evaluations": [asdict(e) for e in self.evaluations],
+        }
         values = {
             "format": FORMAT,
             "detector": json.dumps(head, allow_nan=False),
             "weights": weights,
-            "seen": {"recordings": torch.from_numpy(seen.recordings), "is_all": seen.is_complete},
+            "seen": {
+                "recordings": torch.from_numpy(self.provenance.recordings),
+                "is_all": self.provenance.is_complete,
+            },
         }
         if self.held_out is not None:
-            held_out = vars(self.held_out).items()
-            values["held_out"] = {n: v if isinstance(v, str) else torch.from_numpy(v) for n, v in held_out}
+            values["held_out"] = {
+                n: v if isinstance(v, str) else torch.from_numpy(v) for n, v in vars(self.held_out).items()
+            }
         target = Path(path)
         look = partial(require_kind, target, "detector", lambda f: bool(_DETECTOR_HEADER.match(f.read(512))))
         return write_whole(target, plain_bytes(values), sync=sync, look=look)

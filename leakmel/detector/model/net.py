@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leakmel.core.errors import DataError, UsageError
-from leakmel.dataset.reader import read_rows
 from leakmel.detector.data.segments import Segments, Task
 from leakmel.detector.model.settings import AugmentSettings, TrainSettings
 
@@ -45,7 +44,7 @@ class NetSettings:
             raise UsageError(
                 "a net needs positive sizes, 2 classes and a layer", code="invalid-net", found=self
             )
-        pairs = zip((1, *self.channels), self.channels, self.kernels())
+        pairs = zip((1, *self.channels[:-1]), self.channels, self.kernels(), strict=True)
         n = sum(a * b * bands * columns for a, b, (bands, columns) in pairs)
         n += self.channels[-1] * (2 * self.channels[-1] + self.n_classes) + 2 * self.n_mels
         if n > MAX_WEIGHTS:
@@ -113,7 +112,7 @@ class LeakNet(nn.Module):
         self.layers = nn.Sequential()
         n_in = 1
         bands_left = s.n_mels
-        for n_out, kernel in zip(s.channels, s.kernels()):
+        for n_out, kernel in zip(s.channels, s.kernels(), strict=True):
             layer = nn.Sequential(
                 nn.Conv2d(n_in, n_out, kernel, padding=(kernel[0] // 2, 0), bias=False),
                 _ItemNorm(max(g for g in (1, 2, 4, 8) if n_out % g == 0), n_out),
@@ -175,18 +174,15 @@ def band_statistics(ds: Segments) -> tuple[np.ndarray, np.ndarray]:
     if not len(ds.rows):
         raise DataError("the data set holds no training recordings", code="no-recordings")
     at = np.unique(np.linspace(0, len(ds.rows) - 1, min(1000, len(ds.rows))).astype(np.int64))
-    segment_mask = np.arange(ds.row_shape[0]) < ds.segment_counts[at][:, None]
+    mask = ds.segment_mask[at]
     total = np.zeros(ds.row_shape[2])
     squares = np.zeros(ds.row_shape[2])
     n = 0
-    for source, mine, numbers in ds.by_source(ds.rows[at]):
-        for k in range(0, len(mine), 64):
-            part = slice(k, k + 64)
-            read = read_rows(source.mels, numbers[part])[segment_mask[mine[part]]].astype(np.float64)
-            x = np.moveaxis(read, -2, 0).reshape(len(total), -1)
-            total += x.sum(1)
-            squares += (x * x).sum(1)
-            n += x.shape[1]
+    for some, rows in ds.blocks(ds.rows[at], 64):
+        x = np.moveaxis(rows[mask[some]].astype(np.float64), -2, 0).reshape(len(total), -1)
+        total += x.sum(1)
+        squares += (x * x).sum(1)
+        n += x.shape[1]
     if not np.isfinite(mean := total / n).all():
         raise DataError(
             "the training rows hold NaN or infinite values: check them with leakmel verify",

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/detector/model/spectral.ipynb #sp000003
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from leakmel.core.errors import DataError, UsageError
 from leakmel.core.machine_code import CompiledCode, load_compiled
 from leakmel.core.monitor import usable_cores
 from leakmel.core.progress import DelayedProgress
-from leakmel.dataset.reader import read_rows
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.metrics.significance import Bootstrap, ScoredModel, Verdict, give_verdict
 
@@ -289,14 +288,6 @@ class SpectralFeatures:
         return replace(self, whole=self.whole[chosen], windows=self.windows[mine], recording=recording)
 
 
-def _blocks(ds: Segments, rows: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
-    "Read recordings, counted through the data sets, in blocks: places among those given, and rows."
-    for source, mine, numbers in ds.by_source(rows):
-        for at in range(0, len(mine), _BLOCK_RECORDINGS):
-            some = slice(at, at + _BLOCK_RECORDINGS)
-            yield mine[some], torch.from_numpy(read_rows(source.mels, numbers[some]))
-
-
 def spectral_features(
     ds: Segments,  # recordings
     *,
@@ -313,9 +304,9 @@ def spectral_features(
     n_windows = max(1, -(-ds.row_shape[0] // window))
     whole = np.empty((len(rows), 2 * ds.row_shape[2] + keep_level), np.float32)
     windows, recording = [], []
-    for some, mels in _blocks(ds, rows):
+    for some, mels in ds.blocks(rows, _BLOCK_RECORDINGS):
         has = torch.from_numpy(mask[some])
-        statistics = segment_statistics(mels)
+        statistics = segment_statistics(torch.from_numpy(mels))
         whole[some] = window_features(*statistics, has, keep_level=keep_level)[0][:, 0].numpy()
         numbers = window_numbers(has, window)
         many, counts = window_features(*statistics, has, numbers, n_windows, keep_level=keep_level)
@@ -450,12 +441,12 @@ def _band_statistics(ds: Segments, count: DelayedProgress) -> tuple[np.ndarray, 
     "Compute the mean spectrum [n, M] and the features of the trees [n, 2*M] over the segments that each recording has."
     n, n_mels = len(ds.rows), ds.row_shape[2]
     mean, shape = np.empty((n, n_mels)), np.empty((n, 2 * n_mels), np.float32)
-    for some, mels in _blocks(ds, ds.rows):
+    for some, mels in ds.blocks(ds.rows, _BLOCK_RECORDINGS):
         for n in np.unique(ds.segment_counts[some]).tolist():
             mine = ds.segment_counts[some] == n
-            mean[some[mine]] = mels.numpy()[mine][:, :n].mean(axis=(1, 2, 4), dtype=np.float64)
+            mean[some[mine]] = mels[mine][:, :n].mean(axis=(1, 2, 4), dtype=np.float64)
         mask = torch.from_numpy(ds.segment_mask[some])
-        shape[some] = window_features(*segment_statistics(mels), mask)[0][:, 0].numpy()
+        shape[some] = window_features(*segment_statistics(torch.from_numpy(mels)), mask)[0][:, 0].numpy()
         count.add(len(some))
     return mean, shape
 
@@ -466,10 +457,11 @@ def baseline_features(*parts: Segments, progress: str = "auto") -> dict[str, np.
     They are [n, F] of each of BASELINE_TITLES, the parts one after another; progress is shown where it takes
     more than a second.
     """
-    n = sum(len(ds.rows) for ds in parts)
-    with DelayedProgress("baseline features", total=n, unit="recordings", show=progress) as count:
+    with DelayedProgress(
+        "baseline features", total=sum(len(ds.rows) for ds in parts), unit="recordings", show=progress
+    ) as count:
         found = [_band_statistics(ds, count) for ds in parts]
-    mean, shape = (np.concatenate(own) for own in zip(*found))
+    mean, shape = (np.concatenate(own) for own in zip(*found, strict=True))
     level = [own for own in map(levels, parts) if own is not None]
     of_level = np.concatenate(level) if len(level) == len(parts) else mean.mean(1, keepdims=True)
     return {"level": of_level, "mean_mels": mean, "trees": shape}

@@ -15,7 +15,7 @@ from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from itertools import chain, compress
+from itertools import chain, compress, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -33,8 +33,15 @@ from leakmel.detector.metrics.metrics import VOTES, Calibration, alarm_threshold
 from leakmel.detector.model.card import EvaluationRecord, Provenance, evaluation_result, evaluation_text
 from leakmel.detector.model.detector import Detector, load_detector, required_spec
 from leakmel.detector.model.files import model_file, pick_device, require_kind
-from leakmel.detector.predict import scoring as scorers
-from leakmel.detector.predict.scoring import ParsedNames, RecordingList, block_sizes, find_recordings
+from leakmel.detector.predict.scoring import (
+    ParsedNames,
+    RecordingList,
+    ScoringThread,
+    block_sizes,
+    find_recordings,
+    open_scorer,
+    run_scorer,
+)
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings.conform import native
 from leakmel.recordings.manifest import Manifest
@@ -118,11 +125,10 @@ def joined_columns(
     "Join the columns of consecutive parts of a prediction, at least one."
     n_segments = np.concatenate([p.segment_scores.n_segments for p in parts])
     values = np.concatenate([p.segment_scores.values for p in parts])
-    names = [f.name for f in fields(ScoredRecordings)[2:]]
     return ScoredRecordings(
         paths=list(chain.from_iterable(p.paths for p in parts)),
         segment_scores=SegmentScores(values, np.cumsum(n_segments)),
-        **{name: np.concatenate([getattr(p, name) for p in parts]) for name in names},
+        **{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(ScoredRecordings)[2:]},
     )
 
 # %% ../../../nbs/detector/predict/predict.ipynb #b43233b0
@@ -265,7 +271,7 @@ def _cells(kind: str, column: Sequence[Any] | np.ndarray) -> list[str]:
         thousandths, places = np.unique(np.rint(1000 * scores), return_inverse=True)
         cells = np.array([f"{x / 1000:.3f}" for x in thousandths.tolist()], object)[places].tolist()
         ends = np.cumsum([len(x) for x in column], dtype=np.int64).tolist()
-        return [" ".join(cells[a:b]) for a, b in zip([0, *ends], ends)]
+        return [" ".join(cells[a:b]) for a, b in pairwise([0, *ends])]
     values = column.tolist() if isinstance(column, np.ndarray) else column
     texts = {x: "" if x is None or x != x else _FORMS[kind](x) for x in set(values)}  # columns repeat values
     return [texts[x] for x in values]
@@ -277,7 +283,7 @@ def _write_csv(new: Path, columns: Mapping[str, str], pages: Iterator[Mapping[st
         f.write(",".join(columns) + "\n")
         for page in pages:  # faster than csv.writer
             cells = [_cells(kind, page[name]) for name, kind in columns.items()]
-            f.write("\n".join([*map(",".join, zip(*cells)), ""]))
+            f.write("\n".join([*map(",".join, zip(*cells, strict=True)), ""]))
         f.flush()
         os.fsync(f.fileno())
 
@@ -448,18 +454,15 @@ class Predictions:
         "Yield the table for some recordings, row by row."
         for page in self._pages(part):
             columns = [x.tolist() if isinstance(x, np.ndarray) else x for x in page.values()]
-            for row in zip(*columns):
-                yield dict(zip(page, row))
+            for row in zip(*columns, strict=True):
+                yield dict(zip(page, row, strict=True))
 
     @cached_property
     def table(self) -> "pd.DataFrame":
         "One row per scored recording; segment_scores holds arrays."
         import pandas as pd
 
-        columns = self._columns()
-        scores = np.empty(len(self), object)
-        scores[:] = columns["segment_scores"]
-        return pd.DataFrame(columns | {"segment_scores": scores})
+        return pd.DataFrame(self._columns())
 
     def _rejected_columns(self) -> dict[str, list[str]]:
         texts = {name: [getattr(r, name) for r in self.rejections] for name in ("code", "message")}
@@ -578,9 +581,7 @@ class Predictions:
         return f"Predictions({leaks}, {len(self.rejections):,} rejected; {self.rule}; {self._speed})"
 
 # %% ../../../nbs/detector/predict/predict.ipynb #60dd2170
-def _collect(
-    found: RecordingList, scoring: scorers.ScoringThread, provenance: Provenance
-) -> ScoredRecordings:
+def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenance) -> ScoredRecordings:
     "The recordings that were scored, in order."
     readers = scoring.readers
     good = np.flatnonzero(readers.facts["good"])
@@ -628,9 +629,8 @@ def _score(found: RecordingList, how: _How, progress: str = "none") -> _Scored:
     spec = required_spec(detector)
     on = pick_device(device, registered=True)
     sizes = block_sizes(spec, on, len(found.listing), *sizes_given)
-    with scorers.open_scorer(detector, engine, on, sizes.n_files) as scorer:
-        shown = {"label": "scoring", "progress": progress}
-        scoring = scorers.run_scorer(found, spec, scorer, sizes, length=length, **shown)
+    with open_scorer(detector, engine, on, sizes.n_files) as scorer:
+        scoring = run_scorer(found, spec, scorer, sizes, length=length, label="scoring", progress=progress)
     return (
         _collect(found, scoring, detector.provenance),
         tuple(sorted(scoring.readers.rejected, key=lambda r: r.path)),
@@ -667,8 +667,8 @@ def _score_on_cluster(found: RecordingList, how: _How, cluster: Cluster, progres
             for k, scored in run_tasks(client, _score_part, calls, names):
                 parts[k] = scored
                 bar.update(bar.n_done + len(calls[k][0].listing), f"{len(parts):,} of {n_parts:,} parts")
-    recordings, rejections, engines, devices = zip(*(parts[k] for k in range(n_parts)))
-    others = {(engine, device.partition(":")[0]) for engine, device in zip(engines, devices)}
+    recordings, rejections, engines, devices = zip(*(parts[k] for k in range(n_parts)), strict=True)
+    others = {(engine, device.partition(":")[0]) for engine, device in zip(engines, devices, strict=True)}
     if len(others) > 1:
         raise EngineError(
             "the processes of the cluster use different engines or devices",
@@ -676,8 +676,12 @@ def _score_on_cluster(found: RecordingList, how: _How, cluster: Cluster, progres
             found=", ".join(f"{engine} on {device}" for engine, device in sorted(others)),
             remedy="name engine and device (--engine cpu --device cpu)",
         )
-    every = tuple(sorted(chain.from_iterable(rejections), key=lambda r: r.path))
-    return joined_columns(recordings), every, engines[0], devices[0]
+    return (
+        joined_columns(recordings),
+        tuple(sorted(chain.from_iterable(rejections), key=lambda r: r.path)),
+        engines[0],
+        devices[0],
+    )
 
 
 def predict(
@@ -722,10 +726,9 @@ def predict(
     began = time.perf_counter()
     found = find_recordings(folder, split=split, manifest=manifest, progress=progress)
     how = (detector, engine, device, length, files_per_batch, read_workers)
-    done_on = (
+    scored, rejections, used, on = (
         _score(found, how, progress) if cluster is None else _score_on_cluster(found, how, cluster, progress)
     )
-    scored, rejections, used, on = done_on
     done = Predictions(
         folder=found.listing.folder,
         scored=scored,

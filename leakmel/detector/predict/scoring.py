@@ -350,7 +350,7 @@ class RecordingReaders:
         self.status[k] = sys.intern(status)
         rows, counts = cut_into_rows(row, self.spec)
         self.n_long[k] = counts.sum()
-        yield from zip(rows, self.spec.row_shape[0] * np.arange(len(rows)), counts.tolist())
+        yield from zip(rows, self.spec.row_shape[0] * np.arange(len(rows)), counts.tolist(), strict=True)
 
 # %% ../../../nbs/detector/predict/scoring.ipynb #65480c2b
 class HostScorer(AbstractContextManager["HostScorer"]):
@@ -565,8 +565,9 @@ def open_scorer(
     with ExitStack() as stack:
         if opened is not None:
             stack.callback(opened.close)
-        text = f"the model does not fit into the memory of {device}"
-        with memory_guard(text, "free some memory, or use device='cpu'"):
+        with memory_guard(
+            f"the model does not fit into the memory of {device}", "free some memory, or use device='cpu'"
+        ):
             detector.classifier.to(on).eval()
         if opened is not None and engine in ("auto", *DEVICE_ENGINES, *COMPARISON_ENGINES):
             scorer = DeviceScorer(detector, engine, opened, n_files)

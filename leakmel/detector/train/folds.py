@@ -14,9 +14,10 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
@@ -36,16 +37,12 @@ from leakmel.detector.model import spectral
 from leakmel.detector.model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
 from leakmel.detector.model.detector import BlendClassifier, BlendSettings, Detector, platt, score_rows
 from leakmel.detector.model.settings import SPEED_ONLY, TrainSettings, with_length
-from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines
 from leakmel.detector.train.state import TrainingData, TrainingState, detector_facts, detector_of
 from leakmel.recordings.wav import digest_of
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 # %% ../../../nbs/detector/train/folds.ipynb #fo000005
 def joined_groups(
-    table: "pd.DataFrame",  # of `recordings_table`, a row for each recording
+    table: pd.DataFrame,  # of `recordings_table`, a row for each recording
     group: Group | stats.Groups = "sensor",  # as in `recording_groups`, or its result
 ) -> stats.Groups:
     "Group recordings; groups that share content, or pieces of one recording, are one."
@@ -102,8 +99,6 @@ def smaller_part(
     seed: int = 0,
 ) -> np.ndarray:  # [m] int, places of the chosen recordings, ascending
     "Choose a share of the training recordings; a smaller share is a part of a larger one of the same seed."
-    import pandas as pd
-
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(code))
     if curve == "recordings":
@@ -178,7 +173,6 @@ class FoldTrainer:
             rows=self.data.training.rows[chosen],
             task=self.data.task,
             preload_to_ram=level == "long" and self.settings.preload_to_ram,  # others are read once
-            legacy=any(s.legacy for s in self.data.training.sources),
             progress="none",
         )
 
@@ -288,7 +282,9 @@ class Choice:
 
 def blend_scores(members: Sequence[np.ndarray], lines: Sequence[tuple[float, float]]) -> np.ndarray:
     "Mean of calibrated segment scores, as `BlendClassifier` computes it."
-    found = [platt(torch.from_numpy(own).double(), *line).numpy() for own, line in zip(members, lines)]
+    found = [
+        platt(torch.from_numpy(own).double(), *line).numpy() for own, line in zip(members, lines, strict=True)
+    ]
     return np.mean(found, 0).astype(np.float32)
 
 
@@ -380,7 +376,7 @@ def blend_of(
     lines: Sequence[tuple[float, float]],  # calibration of both, of `choose_kind`
 ) -> BlendClassifier:
     "Join two detectors of the same recordings."
-    slopes, offsets = zip(*lines)
+    slopes, offsets = zip(*lines, strict=True)
     settings = BlendSettings(spectral.task.leak_in_model, tuple(slopes), tuple(offsets))
     return BlendClassifier(settings, [spectral.classifier, cnn.classifier])  # type: ignore[list-item]
 
@@ -421,10 +417,12 @@ def _score_fit(
             reason = NO_CHOICE
             if choice := choose_kind(trainer, fit.learned, groups=fit.groups, detector=asked, seed=fit.seed):
                 kind, reason = choice.kind, choice.reason
-                lines = {k: line for k, line in zip(wanted, choice.lines) if kind in (k, "blend")}
+                lines = {
+                    k: line for k, line in zip(wanted, choice.lines, strict=True) if kind in (k, "blend")
+                }
                 n_fits = len(wanted) * choice.n_folds + len(lines)
         found = [trainer.scores(k, fit.learned, fit.held_out, fit.seed) for k in lines]
-        scores = fold_baselines(
+        scores = spectral.fold_baselines(
             features, truth, fit.learned, fit.held_out, trainer.settings.seed + fit.seed, n_threads=1
         )
     # calibrated: scores of folds with different kinds are pooled, and those of networks are too near to 0 and 1
@@ -488,13 +486,13 @@ _N_DRAWS = 1000  # of groups
 
 def compare_with_baselines(
     boot: stats.Bootstrap,  # of the scored recordings
-    # out-of-fold scores, [n] or [seeds, n], of "detector" and of each of BASELINE_TITLES, in the same folds
+    # out-of-fold scores, [n] or [seeds, n], of "detector" and of each of spectral.BASELINE_TITLES, in the same folds
     scores: Mapping[str, np.ndarray],
     title: str,  # of the detector
     is_spectral: bool,  # as for `judge`
 ) -> dict[str, Any]:  # detector, baselines, verdict and cautions of a result
     "Compare a detector with baselines."
-    titles = {"detector": title, **BASELINE_TITLES}
+    titles = {"detector": title, **spectral.BASELINE_TITLES}
     models = {n: stats.score_model(boot, scores[n], name=n, title=t) for n, t in titles.items()}
     detector = models.pop("detector")
     verdict, notes = spectral.judge(boot, detector, models, is_spectral)
@@ -505,12 +503,12 @@ def compare_with_baselines(
 def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
     "Compare the out-of-fold scores of the chosen kind with baselines in the same folds."
     truth, seed = trainer.ds.is_leak, trainer.settings.seed
-    features = baseline_features(trainer.ds, progress="none")
+    features = spectral.baseline_features(trainer.ds, progress="none")
     scores = {name: np.empty(len(choice.scored)) for name in features}
     for k in np.unique(choice.fold):
         held_out = choice.scored[choice.fold == k]
         learned = np.setdiff1d(np.arange(len(truth)), held_out)
-        for name, values in fold_baselines(features, truth, learned, held_out, seed).items():
+        for name, values in spectral.fold_baselines(features, truth, learned, held_out, seed).items():
             scores[name][choice.fold == k] = values
     scores["detector"] = vote_scores(choice.segment_scores)
     boot = stats.Bootstrap(truth[choice.scored], choice.groups, n_draws=_N_DRAWS, seed=seed)

@@ -47,7 +47,6 @@ from leakmel.detector.train.folds import (
     joined_groups,
     with_decision,
 )
-from leakmel.detector.train.state import EpochFigures, Sources, TrainingData, TrainingDisplay, TrainingState
 from leakmel.detector.train.step import loader_advice
 from leakmel.recordings.labels import LabelTable, counts_text
 from leakmel.recordings.wav import digest_of
@@ -59,7 +58,7 @@ _LOG = logging.getLogger("leakmel")
 class TrainingRun:
     "A training in its folder."
 
-    state: TrainingState
+    state: states.TrainingState
     out: Path  # folder
     keep: CheckpointSettings
     began: float = field(default_factory=time.perf_counter)
@@ -123,7 +122,7 @@ _RESULT_FILES: dict[str, Callable[[BinaryIO], bool]] = {
 }
 
 # %% ../../../nbs/detector/train/loop.ipynb #6ec3212b
-def same_training(out: Path, data: TrainingData, settings: TrainSettings) -> dict[str, Any] | None:
+def same_training(out: Path, data: states.TrainingData, settings: TrainSettings) -> dict[str, Any] | None:
     "Read the newest checkpoint in a folder, if there is one, and refuse that of another training."
     found = files.latest_checkpoint(out / "checkpoints")
     if found is None:
@@ -231,11 +230,11 @@ class DeferredSignals:
             raise
 
 # %% ../../../nbs/detector/train/loop.ipynb #a83e8f9f
-AfterEpoch = Callable[[EpochFigures], object] | None
+AfterEpoch = Callable[[states.EpochFigures], object] | None
 
 
 def train_epochs(
-    run: TrainingRun, watch: TrainingDisplay, stop: DeferredSignals, after_epoch: AfterEpoch = None
+    run: TrainingRun, watch: states.TrainingDisplay, stop: DeferredSignals, after_epoch: AfterEpoch = None
 ) -> None:
     "Train until no epoch is left or the validation loss no longer falls; raises what a signal raises, after a checkpoint."
     state = run.state
@@ -273,7 +272,7 @@ class TrainResult(RowTable):
 
     detector: Detector  # with the weights of the best epoch, in host memory
     model_path: Path  # file of the detector
-    epochs: tuple[EpochFigures, ...]  # figures of each epoch of the network; empty if none was trained
+    epochs: tuple[states.EpochFigures, ...]  # figures of each epoch of the network; empty if none was trained
     best_epoch: int  # from 1; 0: no network was trained
     summary: dict[str, Any]  # plain values
     seconds: float  # duration of the training, with interrupted runs
@@ -302,7 +301,7 @@ class TrainResult(RowTable):
             *self._epoch_rows(),
             ("threshold", f"{s['threshold']:.4f} for the vote {s['vote']!r} ({s['threshold_from']})"),
             ("evaluation", evaluation_text(self.detector.evaluations)),
-            *zip(("next", *[""] * len(self.next_steps)), self.next_steps),
+            *(("" if k else "next", step) for k, step in enumerate(self.next_steps)),
             ("time", f"{self.seconds:,.1f} s, {s['device']}"),
         ]
         return [(name, text) for name, text in found if text]
@@ -362,17 +361,18 @@ def finish_training(
     return _write_result(run.out, detector, state.data, run.seconds, start_text, state)
 
 
-def _words_of(data: TrainingData, out: Path) -> str:
+def _words_of(data: states.TrainingData, out: Path) -> str:
     "Return data sets and task as words of `leakmel train`, for another run with the same recordings."
     task, paths = data.task, [show_path(s.path) for s in data.training.sources]
     if len(paths) > 3:
         return "DATA --out DIR"
-    words = [word for pair in zip(("", "--validation", "--testing"), paths) for word in pair if word]
+    pairs = zip(("", "--validation", "--testing"), paths, strict=False)  # as many as there are paths
+    words = [word for pair in pairs for word in pair if word]
     if task.leak_label.casefold() != "leak":
         words += ["--leak-label", task.leak_label]
     if task.kind == BINARY:
         words += ["--kind", BINARY]
-    if left_out := [name for name, k in zip(task.class_names, task.to_model) if k == LEFT_OUT]:
+    if left_out := [name for name, k in zip(task.class_names, task.to_model, strict=True) if k == LEFT_OUT]:
         words += ["--leave-out", ",".join(left_out)]
     if any(s.legacy for s in data.training.sources):
         words.append("--legacy")
@@ -382,10 +382,10 @@ def _words_of(data: TrainingData, out: Path) -> str:
 def _write_result(
     out: Path,
     detector: Detector,
-    data: TrainingData,
+    data: states.TrainingData,
     seconds: float,
     begin: str,
-    state: TrainingState | None = None,  # None: no network was trained
+    state: states.TrainingState | None = None,  # None: no network was trained
 ) -> TrainResult:
     "Write the model and the summary."
     path = detector.save(out / "model.pt")
@@ -398,10 +398,10 @@ def _write_result(
 def _result_of(
     path: Path,
     detector: Detector,
-    data: TrainingData,
+    data: states.TrainingData,
     seconds: float,
     begin: str,
-    state: TrainingState | None = None,
+    state: states.TrainingState | None = None,
 ) -> TrainResult:
     "Return the result of a training whose model is written."
     epochs = () if state is None else tuple(state.epochs)
@@ -429,7 +429,9 @@ def _result_of(
     return TrainResult(detector, path, epochs, 0 if best is None else best.epoch, summary, seconds)
 
 # %% ../../../nbs/detector/train/loop.ipynb #kind0001
-def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, folder: Path) -> FoldTrainer:
+def _fold_trainer(
+    data: states.TrainingData, settings: TrainSettings, device: str, folder: Path
+) -> FoldTrainer:
     "Make the trainer of the cross-validation inside the training set."
     table = recordings_table(data.training.sources, progress="none").iloc[data.training.rows]
     group: Group = "sensor" if "path" in table else list(range(len(table)))
@@ -445,12 +447,12 @@ NO_FOLDS = (
 )
 
 
-def _identity_digest(data: TrainingData, settings: TrainSettings) -> str:
+def _identity_digest(data: states.TrainingData, settings: TrainSettings) -> str:
     return digest_of(json.dumps(states.training_identity(data, settings), sort_keys=True).encode())
 
 
 def _train_spectral(
-    data: TrainingData, settings: TrainSettings, trainer: FoldTrainer, choice: Choice | None, out: Path
+    data: states.TrainingData, settings: TrainSettings, trainer: FoldTrainer, choice: Choice | None, out: Path
 ) -> TrainResult:
     "Fit a spectral detector on all training recordings, and write its files."
     began = time.perf_counter()
@@ -459,8 +461,9 @@ def _train_spectral(
     record = states.data_record(data, settings) | {
         "device": "cpu",
         "identity": _identity_digest(data, settings),
+        "epochs": 0,
+        "best_epoch": 0,
     }
-    record |= {"epochs": 0, "best_epoch": 0}
     fitted = replace(fitted, record=record, provenance=data.provenance)
     detector = with_decision(fitted, data, settings, choice, trainer, trainer.device)
     seconds = time.perf_counter() - began
@@ -470,15 +473,18 @@ def _train_spectral(
     return _write_result(out, detector, data, seconds, "Fitted.")
 
 
-def _finished(out: Path, resume: str, data: TrainingData, settings: TrainSettings) -> TrainResult | None:
+def _finished(
+    out: Path, resume: str, data: states.TrainingData, settings: TrainSettings
+) -> TrainResult | None:
     "Return the result of a finished spectral detector; refuse to replace another model, and to resume nothing."
     if resume == "never" or files.list_checkpoints(out / "checkpoints"):
         return None
     if (out / "model.pt").is_file():
         detector = load_detector(out / "model.pt")
         if detector.record.get("identity") == _identity_digest(data, settings):
-            seconds = detector.record.get("seconds", 0.0)  # 0: of a model of an earlier version
-            return _result_of(out / "model.pt", detector, data, seconds, "Fitted.")
+            return _result_of(
+                out / "model.pt", detector, data, detector.record.get("seconds", 0.0), "Fitted."
+            )
         if resume == "auto":
             raise UsageError(
                 "the folder holds a model of another training",
@@ -515,15 +521,15 @@ def train_network(
             announce(data.split.stamp, show=show)
         with DeferredSignals(lambda: resume_hint(run, resume)) as stop:
             monitor = Monitor(run.state.timeline, interval_s=SAMPLE_S, device=str(run.state.device))
-            with TrainingDisplay(run.state, show) as watch, monitor:
+            with states.TrainingDisplay(run.state, show) as watch, monitor:
                 train_epochs(run, watch, stop, after_epoch)
             return finish_training(run, start_text, choice, trainer)
 
 
 def train(
-    training: Sources,  # training data set, or several; with `split` all data sets that the split divides
+    training: states.Sources,  # training data set, or several; with `split` all data sets that the split divides
     # data set that selects the best epoch and the threshold; None: the last epoch, threshold from cross-validation
-    validation: Sources | None = None,
+    validation: states.Sources | None = None,
     *,
     out: str | os.PathLike,  # folder of the model, its history and its checkpoints
     leak_label: str = "LEAK",  # whole name of the leak label, ignoring case
@@ -575,10 +581,8 @@ def train(
             for old in (folder / "cross-validation").glob("*.npy"):
                 files.remove_file(old)
         else:
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", files.CheckpointWarning
-                )  # the training reads it again, and warns
+            # the training reads it again, and warns
+            with warnings.catch_warnings(action="ignore", category=files.CheckpointWarning):
                 same_training(folder, data, lengths)  # before anything is computed
         if (done := _finished(folder, resume, data, lengths)) is not None:
             return done
@@ -592,6 +596,6 @@ def train(
                 return _train_spectral(data, lengths, trainer, choice, folder)
         for part in data.parts.values():
             part.preload(settings.preload_to_ram, show)
-        state = TrainingState(data, lengths, on, show=show)
+        state = states.TrainingState(data, lengths, on, show=show)
         run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
         return train_network(run, resume, choice, trainer, show, after_epoch)

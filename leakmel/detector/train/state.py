@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -26,18 +26,17 @@ from torch import Tensor
 from leakmel import __version__
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import write_whole
-from leakmel.core.progress import DelayedProgress, Progress, announce
+from leakmel.core.progress import Progress, announce
 from leakmel.core.timeline import Timeline, mean, peak
-from leakmel.dataset.reader import MelDataset, read_rows
+from leakmel.dataset.reader import MelDataset
 from leakmel.detector.data.segments import (
     DataSource,
     Segments,
     Task,
-    close_opened,
     make_task,
     open_loader,
-    open_sources,
-    source_list,
+    open_parts,
+    row_blocks,
 )
 from leakmel.detector.data.splits import Split, existing_split
 from leakmel.detector.metrics.metrics import DecisionRule, choose_rule, leak_metrics, vote_scores
@@ -49,7 +48,7 @@ from leakmel.detector.model.net import LeakNet, NetSettings, band_statistics
 from leakmel.detector.model.settings import SPEED_ONLY, TrainSettings, with_length
 from leakmel.detector.train.step import StepFigures, Stepper, StepTimer, seeded_random, step_seed
 from leakmel.pages.plots import f32, styled_figure
-from leakmel.recordings.labels import LabelTable, joint_counts, read_labels
+from leakmel.recordings.labels import LabelTable, joint_counts
 from leakmel.recordings.wav import digest_of
 
 # %% ../../../nbs/detector/train/state.ipynb #7f5a4da2
@@ -71,8 +70,8 @@ class TrainingData:
     @property
     def parts(self) -> dict[str, Segments]:
         "Data sets by name."
-        named = {"training": self.training, "validation": self.validation}
-        return {name: ds for name, ds in named.items() if ds is not None}
+        validation = {} if self.validation is None else {"validation": self.validation}
+        return {"training": self.training} | validation
 
     @property
     def class_counts(self) -> list[int]:
@@ -138,17 +137,13 @@ def open_training(
             found="data sets and a split",
             expected="one of them",
         )
-    with ExitStack() as stack:
-        given = source_list(training)
-        every = [*given, *([] if validation is None else source_list(validation))]
-        both = open_sources(every, legacy=legacy, people=None if labels is None else read_labels(labels))
-        stack.callback(close_opened, both, every)
-        opened, held = both[: len(given)], both[len(given) :]
+    given = {"training": training, "validation": [] if validation is None else validation}
+    with open_parts(given, labels, legacy=legacy) as parts:
+        opened, held = parts.values()
         task = make_task(opened[0].class_names, leak_label, kind=kind, leave_out=leave_out)
         some: dict[str, Any] = {"task": task, "preload_to_ram": settings.preload_to_ram, "progress": progress}
         rows = validation_rows = None  # all
         if held:
-            parts = {"training": opened, "validation": held}
             split = existing_split(
                 parts, allow_leaky_split=allow_leaky_split, legacy=legacy, progress=progress
             )
@@ -211,13 +206,7 @@ def row_digests(source: MelDataset, progress: str = "auto") -> bytes:
     """
     if "digests/rows" in source.file:
         return np.ascontiguousarray(source.file["digests/rows"][:]).tobytes()
-    found = []
-    with DelayedProgress("digests", total=len(source), unit="recordings", show=progress) as count:
-        for k in range(0, len(source), 512):
-            rows = np.arange(k, min(k + 512, len(source)))
-            found.append(digest_of(read_rows(source.mels, rows).tobytes()))
-            count.add(len(rows))
-    return "".join(found).encode()
+    return "".join(digest_of(rows.tobytes()) for rows in row_blocks(source, "digests", progress)).encode()
 
 # %% ../../../nbs/detector/train/state.ipynb #d1660a8a
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -317,8 +306,7 @@ def should_stop(epochs: Sequence[EpochFigures], patience: int) -> bool:
 # %% ../../../nbs/detector/train/state.ipynb #ff2abb6f
 def history_table(epochs: Sequence[EpochFigures]) -> pd.DataFrame:
     "Return the epochs as a table, by number."
-    columns = [f.name for f in fields(EpochFigures)]
-    return pd.DataFrame([asdict(e) for e in epochs], columns=columns).set_index("epoch")
+    return pd.DataFrame(epochs, columns=[f.name for f in fields(EpochFigures)]).set_index("epoch")
 
 
 def write_history(path: Path, epochs: Sequence[EpochFigures]) -> None:
@@ -367,14 +355,6 @@ def learning_curves(
         overfits = last.val_loss > 1.25 * least.val_loss and last.loss < least.loss
         end = f"; from epoch {least.epoch} on it overfits" if overfits else ""
         title = f"F1 of {epochs[best - 1].f1:.3f} in epoch {best} of {len(epochs)}{end}"
-    f1_axis = {
-        "overlaying": "y",
-        "side": "right",
-        "range": [0, 1.02],
-        "dtick": 0.2,
-        "showgrid": False,
-        "automargin": True,
-    }
     fig = styled_figure(
         traces,
         title,
@@ -382,7 +362,15 @@ def learning_curves(
         height=380,
         xaxis={"title": {"text": "epoch"}, "dtick": max(1, len(table) // 10)},
         yaxis={"title": {"text": "loss (nats)"}, "rangemode": "tozero"},
-        yaxis2=dict(title={"text": "F1 of recordings", "standoff": 12}, **f1_axis),
+        yaxis2={
+            "title": {"text": "F1 of recordings", "standoff": 12},
+            "overlaying": "y",
+            "side": "right",
+            "range": [0, 1.02],
+            "dtick": 0.2,
+            "showgrid": False,
+            "automargin": True,
+        },
     )
     return fig.add_vline(best, line={"color": "rgba(128,128,128,0.6)", "dash": "dot"}) if best else fig
 
@@ -397,8 +385,13 @@ class TrainingDisplay(Progress):
         self.training = state
         self.loss = math.nan
         self.table: Any = None  # handle of one output of a notebook
-        total = state.settings.epochs * len(state.loader)
-        super().__init__(total, unit="batches", label="training", show=show, n_before=state.stepper.n_done)
+        super().__init__(
+            state.settings.epochs * len(state.loader),
+            unit="batches",
+            label="training",
+            show=show,
+            n_before=state.stepper.n_done,
+        )
 
     def step(self) -> None:
         "Update the bar after a step, when it is drawn again."
@@ -533,21 +526,29 @@ class TrainingState:
         self.seconds = 0.0  # that runs before this one took
         self.open(settings.loader)
         n_steps = settings.epochs * len(self.loader)
-        net = new_net(data, settings)
-        self.stepper = Stepper(net, data.task, settings, device, data.class_counts, n_steps)
+        self.stepper = Stepper(
+            new_net(data, settings), data.task, settings, device, data.class_counts, n_steps
+        )
         self.timer = StepTimer(self.stepper.device, settings.profile_every)
         self.sums = EpochSums(self.stepper.device)  # of the epoch that is learned
         self.timeline = Timeline()  # with the samples of the machine since the last epoch
 
     def open(self, kind: str) -> None:
         "Open a loader of a kind, on which the order of the items depends; raises MachineError where memory is too small."
-        given = {
-            n: getattr(self.settings, n) for n in ("seed", "epoch_share", "device_fraction", "buffer_blocks")
-        }
-        given |= {"device": self.device, "progress": self.show}
+        s = self.settings
         remedy = "free memory, or start over with loader='stream', which holds only a few items"
         with memory_guard("the items do not fit into memory", remedy):
-            self.loader = open_loader(self.data.training, self.settings.batch_size, kind=kind, **given)
+            self.loader = open_loader(
+                self.data.training,
+                s.batch_size,
+                kind=kind,
+                device=self.device,
+                device_fraction=s.device_fraction,
+                seed=s.seed,
+                epoch_share=s.epoch_share,
+                buffer_blocks=s.buffer_blocks,
+                progress=self.show,
+            )
 
     def close(self) -> None:
         "Free what the loader holds."
@@ -593,8 +594,10 @@ def end_epoch(
     is_leak = np.zeros(0, bool)
     if data.validation is not None:
         is_leak = data.validation.is_leak
-        what = "memory is too small to score the validation recordings during the training"
-        with memory_guard(what, "free memory, use loader='stream', or device='cpu'"):
+        with memory_guard(
+            "memory is too small to score the validation recordings during the training",
+            "free memory, use loader='stream', or device='cpu'",
+        ):
             scores = score_rows(
                 detector_of(state), data.validation, device=state.stepper.device, progress=progress
             )
@@ -622,11 +625,8 @@ def _machine_use(samples: list[dict[str, Any]]) -> dict[str, Any]:
     "Memory and GPU use of an epoch; only the last sample is kept, for the next epoch."
     seen = samples.copy()  # another thread appends to it
     del samples[: len(seen) - 1]
-    rss = "rss_bytes"
-    gpu = "gpu_percent"
-    vram = "vram_bytes"
-    found = {f"mean_{name}": mean(seen, name) for name in (rss, gpu)}
-    found |= {f"peak_{name}": peak(seen, name) for name in (rss, vram)}
+    found = {f"mean_{name}": mean(seen, name) for name in ("rss_bytes", "gpu_percent")}
+    found |= {f"peak_{name}": peak(seen, name) for name in ("rss_bytes", "vram_bytes")}
     return {name: math.nan if value is None else float(value) for name, value in found.items()}
 
 
@@ -644,17 +644,17 @@ def _speed(state: TrainingState, times: Mapping[str, float]) -> dict[str, Any]:
 # %% ../../../nbs/detector/train/state.ipynb #87cb4bc0
 def data_record(data: TrainingData, settings: TrainSettings) -> dict[str, Any]:
     "Return what is recorded of any training as plain values: versions, settings, data and split."
-    split = None
-    if data.split is not None:
-        split = {n: getattr(data.split, n) for n in ("method", "leaky", "stamp", "allowed_leaky")}
-        split["problems"] = [f"{p.path}: {p.message}" for p in data.split.problems]
-        split["unchecked"] = list(data.split.unchecked)
+    split = data.split and {
+        **{n: getattr(data.split, n) for n in ("method", "leaky", "stamp", "allowed_leaky")},
+        "problems": [f"{p.path}: {p.message}" for p in data.split.problems],
+        "unchecked": list(data.split.unchecked),
+    }
     names = data.task.model_names
     parts = {
         part: {
             "files": [os.fsencode(s.path.name).decode("utf-8", "backslashreplace") for s in ds.sources],
             "recordings": len(ds.rows),
-            "by_class": dict(zip(names, np.bincount(ds.labels, minlength=len(names)).tolist())),
+            "by_class": dict(zip(names, np.bincount(ds.labels, minlength=len(names)).tolist(), strict=True)),
         }
         for part, ds in data.parts.items()
     }

@@ -25,7 +25,6 @@ from leakmel.core.timeline import nvtx_range
 from leakmel.detector.data.segments import Batch, Task
 from leakmel.detector.model import net as nets
 from leakmel.detector.model.files import AdaptiveBatches, keep_freed_memory, memory_guard
-from leakmel.detector.model.net import LeakNet
 from leakmel.detector.model.settings import TrainSettings
 from leakmel.mel.torch_engine import full_float32_precision
 
@@ -93,7 +92,7 @@ class Stepper:
 
     def __init__(
         self,
-        net: LeakNet,  # is moved to the device
+        net: nets.LeakNet,  # is moved to the device
         task: Task,
         settings: TrainSettings,
         device: str | torch.device,
@@ -108,7 +107,7 @@ class Stepper:
         self.settings = settings
         self.n_steps = n_steps
         self.half = half_type(settings, self.device)
-        self.net: LeakNet = net.to(self.device)
+        self.net: nets.LeakNet = net.to(self.device)
         if settings.channels_last is False:
             self.net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         self.forward: Any = torch.compile(self.net, dynamic=False) if settings.use_compile else self.net
@@ -149,8 +148,9 @@ class Stepper:
                 ) from e
             for group in self.optimiser.param_groups:
                 group["lr"] = learning_rate(self.n_done, self.n_steps, self.settings)
-            text = "memory ran out while the weights were updated"
-            with memory_guard(text, "resume from the last checkpoint"):
+            with memory_guard(
+                "memory ran out while the weights were updated", "resume from the last checkpoint"
+            ):
                 self.scaler.step(self.optimiser)
                 self.scaler.update()
         self.n_done += 1
