@@ -24,10 +24,10 @@ from typing import Any
 
 import h5py
 import numpy as np
+import pandas as pd
 
 from leakmel.core import export
 from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
-from leakmel.core.export import ExportResult, require_package
 from leakmel.core.files import digest_of_file, read_own_json
 from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
@@ -164,18 +164,14 @@ def mel_block(source: ExportSource, start: int, stop: int) -> np.ndarray:  # [n,
 # %% ../../nbs/extras/formats.ipynb #f09a0005
 def file_schema(source: ExportSource) -> Any:  # pyarrow.Schema; raises MissingPackageError
     "Return the types of the table of recordings."
-    pa = require_package("pyarrow")
-    coded, text = pa.dictionary(pa.int32(), pa.string()), pa.string()
-    fields = {"row": pa.int64(), "split": coded, "label": coded, "label_id": pa.int16()}
-    fields |= dict.fromkeys(("path", "path_base64", "row_digest"), text)
-    for name in column_names(source.data):
-        kind = source.data.file[f"files/{name}"].dtype
-        fields[name] = text if kind.kind == "S" else pa.from_numpy_dtype(kind.newbyteorder("="))
-        if name == "silent":
-            fields[name] = pa.bool_()
-        elif name == "start_time":
-            fields |= {name: pa.timestamp("us"), "start_utc_offset_s": pa.int32()}
-    return pa.schema(list(fields.items()))
+    pa = export.require_package("pyarrow")
+    kinds = {
+        name: pa.from_numpy_dtype(values.dtype) if isinstance(values, np.ndarray) else pa.string()
+        for name, values in columns_of(source, 0, 0).items()
+    }
+    coded = pa.dictionary(pa.int32(), pa.string())
+    times = {"start_time": pa.timestamp("us"), "start_utc_offset_s": pa.int32()}
+    return pa.schema(kinds | {"split": coded, "label": coded} | times)
 
 # %% ../../nbs/extras/formats.ipynb #f05d0008
 _SHOWN = 20  # problems, codes and groups that are listed
@@ -209,38 +205,30 @@ def _report_facts(path: Path) -> dict[str, Any]:  # of the data set
 
 
 GROUPS = ("sensor", "session", "folder")  # columns whose values are groups of recordings
+_COUNTED = [
+    *GROUPS,
+    *("label", "status", "sample_rate", "n_samples", "start_time", "rms_db", "silent", "clipped_share"),
+]
 
 
 def _column_facts(source: ExportSource) -> dict[str, Any]:
     "Return counts over the columns, which are read page by page."
-    groups = {name: set[tuple[str, str]]() for name in GROUPS}  # and the label
-    status = Counter[str]()
-    rates = Counter[int]()
-    level = [np.zeros(0)]
-    sums = Counter(silent=0, clipped=0)
-    times: list[str] = []
-    seconds = 0.0
-    for page in column_pages(source):
-        for name, found in groups.items():
-            found.update((group, label) for group, label in zip(page[name], page["label"]) if group)
-        status.update(page["status"])
-        rates.update(page["sample_rate"].tolist())
-        level.append(page["rms_db"][np.isfinite(page["rms_db"])])
-        known = [t for t in page["start_time"] if t]
-        times = [min(known + times[:1]), max(known + times[1:])] if known else times
-        sums.update(silent=int(page["silent"].sum()), clipped=int((page["clipped_share"] > 0).sum()))
-        seconds += float((page["n_samples"] / np.maximum(1, page["sample_rate"])).sum())
+    pages = [pd.DataFrame(page, columns=_COUNTED) for page in column_pages(source)]
+    empty = pd.DataFrame(columns_of(source, 0, 0), columns=_COUNTED)
+    table = pd.concat(pages or [empty], ignore_index=True)
+    grouped = {name: table[table[name] != ""] for name in GROUPS}
+    level = table["rms_db"][np.isfinite(table["rms_db"])].astype(float)
+    times = table["start_time"][table["start_time"] != ""]
     return {
-        "groups": {name: Counter(label for _, label in found) for name, found in groups.items() if found},
-        "n_groups": {name: len({group for group, _ in found}) for name, found in groups.items()},
-        "changed": {name: n for name, n in status.most_common() if name != "ok"},
-        "sample_rates": dict(rates.most_common(_SHOWN)),
-        "hours": seconds / 3600,
-        "times": times,
-        "rms_db": np.percentile(np.concatenate(level), (5, 50, 95)).round(1).tolist()
-        if any(map(len, level))
-        else [],
-        **sums,
+        "groups": {n: t.groupby("label")[n].nunique().to_dict() for n, t in grouped.items() if len(t)},
+        "n_groups": {name: t[name].nunique() for name, t in grouped.items()},
+        "changed": table["status"][table["status"] != "ok"].value_counts().to_dict(),
+        "sample_rates": table["sample_rate"].value_counts().head(_SHOWN).to_dict(),
+        "hours": float((table["n_samples"] / table["sample_rate"].clip(lower=1)).sum()) / 3600,
+        "times": [times.min(), times.max()] if len(times) else [],
+        "rms_db": np.percentile(level, (5, 50, 95)).round(1).tolist() if len(level) else [],
+        "silent": int(table["silent"].sum()),
+        "clipped": int((table["clipped_share"] > 0).sum()),
     }
 
 
@@ -248,14 +236,12 @@ def data_set_facts(source: ExportSource) -> dict[str, Any]:  # plain values
     "Collect what a card of a data set says."
     data, attributes = source.data, source.data.file.attrs
     counts = np.bincount(data.labels, minlength=len(data.class_names)).tolist()
-    codes = Counter[str]()
-    for page in rejected_pages(source):
-        codes.update(page["code"])
+    codes = Counter(chain.from_iterable(page["code"] for page in rejected_pages(source)))
     return {
         "name": show_path(data.path.name),
         "split": source.split,
         "rows": len(data),
-        "labels": dict(zip(data.class_names, counts)),
+        "labels": dict(zip(data.class_names, counts, strict=True)),
         "rejected": source.n_rejected,
         "rejected_by_code": dict(codes.most_common(_SHOWN)),
         "row_shape": list(map(int, data.mels.shape[1:])),
@@ -368,19 +354,21 @@ def record_set(
     schema: Any,  # pyarrow.Schema of the file
 ) -> dict[str, Any]:
     "Describe the columns of a Parquet file, named relative to the description; those with nested values are left out."
-    types, table = require_package("pyarrow").types, Path(name).stem
-    fields: list[dict[str, Any]] = []
-    for column in schema:
-        if kind := next((k for test, k in _KINDS.items() if getattr(types, test)(column.type)), "sc:Text"):
-            about = {"name": show_path(column.name), "dataType": kind}
-            fields.append(
-                {
-                    "@type": "cr:Field",
-                    "@id": f"{table}/{len(fields):03d}",
-                    **about,
-                    "source": {"fileObject": {"@id": name}, "extract": {"column": column.name}},
-                }
-            )
+    types, table = export.require_package("pyarrow").types, Path(name).stem
+    kinds = {
+        column.name: next((k for test, k in _KINDS.items() if getattr(types, test)(column.type)), "sc:Text")
+        for column in schema
+    }
+    fields = [
+        {
+            "@type": "cr:Field",
+            "@id": f"{table}/{k:03d}",
+            "name": show_path(column),
+            "dataType": kinds[column],
+            "source": {"fileObject": {"@id": name}, "extract": {"column": column}},
+        }
+        for k, column in enumerate(filter(kinds.get, kinds))
+    ]
     return {"@type": "cr:RecordSet", "@id": table, "name": table, "field": fields}
 
 # %% ../../nbs/extras/formats.ipynb #f0570005
@@ -392,12 +380,14 @@ def write_parquet(folder: Path, sources: Sequence[ExportSource], done: _Done) ->
 
     Raises VerifyError, MissingPackageError, OSError.
     """
-    pa = require_package("pyarrow")
+    pa = export.require_package("pyarrow")
     schema = pa.unify_schemas([file_schema(s) for s in sources])
 
     def pages() -> Iterator[dict[str, Any]]:
         for page in chain.from_iterable(map(column_pages, sources)):
-            page["start_time"], page["start_utc_offset_s"] = zip(*map(export.parse_time, page["start_time"]))
+            page["start_time"], page["start_utc_offset_s"] = zip(
+                *map(export.parse_time, page["start_time"]), strict=True
+            )
             yield dict.fromkeys(schema.names, [None] * len(page["row"])) | page
 
     export.write_table(folder / "files.parquet", schema, pages, done)
@@ -411,7 +401,7 @@ def write_parquet(folder: Path, sources: Sequence[ExportSource], done: _Done) ->
 # %% ../../nbs/extras/formats.ipynb #f0430005
 def nested_array(block: np.ndarray) -> Any:  # pyarrow.Array
     "Return a block of mels, [n, ...], as n lists of lists."
-    pa = require_package("pyarrow")
+    pa = export.require_package("pyarrow")
     array = pa.array(block.reshape(-1))
     for axis in range(block.ndim - 1, 0, -1):
         ends = np.arange(0, len(array) + 1, block.shape[axis], dtype=np.int32)
@@ -428,21 +418,24 @@ def _split_name(source: ExportSource, sources: Sequence[ExportSource]) -> str:
 
 def _mel_schema(source: ExportSource) -> Any:  # pyarrow.Schema, with the features of `datasets`
     "Return the types of the columns: mel, label, then those of the table of recordings."
-    pa = require_package("pyarrow")
+    pa = export.require_package("pyarrow")
     shape = list(map(int, source.data.mels.shape[1:]))
     mel = pa.float16()
     for _ in shape:
         mel = pa.list_(mel)
-    fields = {"mel": mel, "label": pa.int64()}
-    for field in file_schema(source):
-        if field.name not in ("label", "label_id"):
-            fields[field.name] = pa.string() if pa.types.is_dictionary(field.type) else field.type
+    fields = {"mel": mel, "label": pa.int64()} | {
+        field.name: pa.string() if pa.types.is_dictionary(field.type) else field.type
+        for field in file_schema(source)
+        if field.name not in ("label", "label_id")
+    }
     words = {"float": "float32", "double": "float64"}
-    features = dict[str, Any]()
-    for name, kind in fields.items():
-        features[name] = {"dtype": words.get(str(kind), str(kind)), "_type": "Value"}
-    features["mel"] = {"shape": shape, "dtype": "float16", "_type": f"Array{len(shape)}D"}
-    features["label"] = {"names": source.data.class_names, "_type": "ClassLabel"}
+    features: dict[str, Any] = {
+        name: {"dtype": words.get(str(kind), str(kind)), "_type": "Value"} for name, kind in fields.items()
+    }
+    features |= {
+        "mel": {"shape": shape, "dtype": "float16", "_type": f"Array{len(shape)}D"},
+        "label": {"names": source.data.class_names, "_type": "ClassLabel"},
+    }
     return pa.schema(list(fields.items()), {"huggingface": json.dumps({"info": {"features": features}})})
 
 
@@ -457,7 +450,9 @@ def _blocks(source: ExportSource, start: int, stop: int) -> Iterator[tuple[dict[
 def _mel_pages(source: ExportSource, start: int, stop: int) -> Iterator[dict[str, Any]]:
     "Yield the columns of some rows, with mels."
     for page, mels in _blocks(source, start, stop):
-        page["start_time"], page["start_utc_offset_s"] = zip(*map(export.parse_time, page["start_time"]))
+        page["start_time"], page["start_utc_offset_s"] = zip(
+            *map(export.parse_time, page["start_time"]), strict=True
+        )
         yield page | {"label": page["label_id"].astype(np.int64), "mel": nested_array(mels)}
 
 
@@ -470,8 +465,11 @@ def write_huggingface(folder: Path, sources: Sequence[ExportSource], done: _Done
     for source in sources:
         schema = _mel_schema(source)
         step = rows_of_block(source)
-        texts = {field.name for field in schema if str(field.type) == "string"}
-        coded = sorted(texts - {"path", "row_digest", "digest"})
+        coded = [
+            field.name
+            for field in schema
+            if str(field.type) == "string" and field.name not in ("path", "row_digest", "digest")
+        ]
         # of a file: 400 MB of mels
         n_rows = max(1, (400 << 20) // max(1, step * source.row_bytes)) * step
         shards = range(0, max(1, len(source)), n_rows)
@@ -495,15 +493,15 @@ _PER_SAMPLE = 6 * 512 + 2048  # bytes of a sample without its mels, about
 def json_rows(page: dict[str, Any]) -> Iterator[dict[str, Any]]:
     "Yield the rows of a page of columns as plain values."
     columns = [values.tolist() if isinstance(values, np.ndarray) else values for values in page.values()]
-    for row in zip(*columns):
+    for row in zip(*columns, strict=True):
         finite = (None if isinstance(x, float) and not math.isfinite(x) else x for x in row)
-        yield dict(zip(page, finite))
+        yield dict(zip(page, finite, strict=True))
 
 
 def _tar_members(source: ExportSource, start: int, stop: int, done: _Done) -> Iterator[tuple[str, bytes]]:
     "Yield names and contents of the members of a tar file with some rows."
     for page, mels in _blocks(source, start, stop):
-        for mel, row in zip(mels, json_rows(page)):
+        for mel, row in zip(mels, json_rows(page), strict=True):
             key = f"{source.split}-{row['row']:09d}"
             npy = io.BytesIO()
             np.save(npy, mel, allow_pickle=False)
@@ -580,7 +578,7 @@ def write_zarr(folder: Path, sources: Sequence[ExportSource], done: _Done) -> No
 
     Raises VerifyError, MissingPackageError, OSError.
     """
-    zarr = require_package("zarr")
+    zarr = export.require_package("zarr")
     for source in sources:
         path = str(folder / f"{source.split}.zarr")
         data = source.data
@@ -634,8 +632,9 @@ def _write_about(
 
     facts = [data_set_facts(s) for s in sources]
     head = front_matter(sources, license) if to == "huggingface" else ""
-    card = head + data_set_card(facts, name, license)
-    (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
+    (folder / "README.md").write_text(
+        head + data_set_card(facts, name, license), encoding="utf-8", errors="backslashreplace"
+    )
     values = {
         "written_by": f"{MARKER} {__version__}",
         "format": to,
@@ -643,7 +642,7 @@ def _write_about(
         "data_sets": [
             {"split": s.split, "file": f["name"], "labels": s.data.class_names, "attributes": _attributes(s)}
             | {name: f[name] for name in ("row_shape", "rows", "rejected")}
-            for s, f in zip(sources, facts)
+            for s, f in zip(sources, facts, strict=True)
         ],
     }
     (folder / "dataset.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -651,7 +650,7 @@ def _write_about(
         return
     kind = "tar" if to == "webdataset" else "parquet"
     files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob(f"*.{kind}"))}
-    read_schema = require_package("pyarrow.parquet").read_schema if kind == "parquet" else None
+    read_schema = export.require_package("pyarrow.parquet").read_schema if kind == "parquet" else None
     found = export.croissant(
         name,
         f"Log-mel spectrograms of recordings of pipes, with labels, as {to}.",
@@ -671,7 +670,7 @@ def export_dataset(
     to: str = "parquet",  # "parquet": the tables; "huggingface", "webdataset" or "zarr": mels, labels and tables
     license: str | None = None,  # licence of the recordings, for card and metadata; None: not given
     progress: str = "auto",  # as for `core.progress.Progress`
-) -> ExportResult:  # raises UsageError, DataError, VerifyError, OutputError, SpaceError, MissingPackageError
+) -> export.ExportResult:  # raises LeakmelError
     "Export a data set in an open format; every value is read back and compared before the folder gets its name."
     if to not in _WRITERS:
         raise UsageError(
@@ -679,13 +678,13 @@ def export_dataset(
         )
     write, package = _WRITERS[to]
     if package:
-        require_package(package)
+        export.require_package(package)
     target = output_path(out)
     began = time.perf_counter()
     with ExitStack() as opened:
         sources = open_sources(path, opened)
         facts = [{"labels": s.data.class_names, "row shape": s.data.mels.shape[1:]} for s in sources]
-        for s, found in zip(sources, facts):
+        for s, found in zip(sources, facts, strict=True):
             if found != facts[0]:
                 raise DataError(
                     "the data sets have different labels or row shapes",
@@ -702,7 +701,7 @@ def export_dataset(
             write(folder, sources, bar.add)
             _write_about(folder, sources, to, show_path(Path(os.path.abspath(path)).name), license)
             files, size = export.tree_size(folder)
-        return ExportResult(
+        return export.ExportResult(
             path=target,
             format=to,
             rows=n_rows,
@@ -736,7 +735,7 @@ def _data_set_card(path: Path, license: str | None, progress: str) -> export.Car
 def _is_data_set(path: Path) -> bool:
     "Whether a path is an HDF5 file, or a folder with data sets; raises DataError."
     if path.is_dir():
-        return any((path / data_set_name(s)).is_file() for s in ("TRAINING", "VALIDATION", "TESTING", ""))
+        return any((path / data_set_name(s)).is_file() for s in SPLITS)
     if not path.is_file():
         raise DataError(
             "this is not a regular file" if os.path.lexists(path) else "the file does not exist",

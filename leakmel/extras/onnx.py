@@ -36,8 +36,10 @@ from leakmel.detector.model.files import model_file, require_kind
 from leakmel.detector.model.spectral import SpectralClassifier
 from leakmel.detector.predict.predict import predict
 from leakmel.detector.predict.scoring import find_recordings, label_in
+from leakmel.mel.engines import check_recording
 from leakmel.mel.spec import MelSpec, hann_periodic
 from leakmel.recordings.conform import even_step
+from leakmel.recordings.demo import write_wav
 from leakmel.recordings.listing import make_listing
 from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.naming import Naming
@@ -143,8 +145,8 @@ class SamplesToProbability(nn.Module):
         segments = self.classifier.class_probabilities(self.features(samples))[..., self.leak]
         wide = segments.double()
         score = wide.mean(1) if self.vote == "mean" else wide.topk(self.n_needed, 1).values[:, -1]
-        found = (score.float(), segments)
-        return (self.calibrated(score).float(), *found) if self.method else found
+        probability = (self.calibrated(score).float(),) if self.method else ()
+        return *probability, score.float(), segments
 
 # %% ../../nbs/extras/onnx.ipynb #0c000007
 _PLACEHOLDER = "leakmel"  # domain of the operator that stands for a forest
@@ -152,9 +154,13 @@ _PLACEHOLDER = "leakmel"  # domain of the operator that stands for a forest
 
 def _placeholder(number: int, n_classes: int, features: Tensor, forest: int) -> Tensor:
     "Stand for the trees of a classifier in a trace."
-    made: dict[str, Any] = {"dtype": torch.float32, "shape": (features.shape[0], n_classes), "version": 1}
     return torch.onnx.ops.symbolic(
-        f"{_PLACEHOLDER}::Trees", (features,), {"number": number, "forest": forest}, **made
+        f"{_PLACEHOLDER}::Trees",
+        (features,),
+        {"number": number, "forest": forest},
+        dtype=torch.float32,
+        shape=(features.shape[0], n_classes),
+        version=1,
     )
 
 
@@ -224,9 +230,15 @@ def _put_trees(model: "onnx.ModelProto", classifiers: Sequence[SpectralClassifie
     for k, node in enumerate(model.graph.node):
         if node.domain == _PLACEHOLDER:
             at = {a.name: a.i for a in node.attribute}
-            trees = tree_attributes(classifiers[at["number"]], at["forest"])
-            own = {"name": f"trees_{k}", "domain": "ai.onnx.ml"}
-            node.CopyFrom(helper.make_node("TreeEnsembleRegressor", node.input, node.output, **own, **trees))
+            trees = helper.make_node(
+                "TreeEnsembleRegressor",
+                node.input,
+                node.output,
+                name=f"trees_{k}",
+                domain="ai.onnx.ml",
+                **tree_attributes(classifiers[at["number"]], at["forest"]),
+            )
+            node.CopyFrom(trees)
     for opset in model.opset_import:
         if opset.domain == _PLACEHOLDER:
             opset.CopyFrom(helper.make_opsetid("ai.onnx.ml", 3))
@@ -303,8 +315,14 @@ def quantized_model(model: "onnx.ModelProto", recordings: Iterable[np.ndarray]) 
 
     with tempfile.TemporaryDirectory() as folder, _quiet():
         out = Path(folder) / "model.onnx"
-        options = {"per_channel": True, "extra_options": {"CalibTensorRangeSymmetric": False}}
-        quantization.quantize_static(model, out, Reader(), op_types_to_quantize=list(_QUANTIZED), **options)
+        quantization.quantize_static(
+            model,
+            out,
+            Reader(),
+            op_types_to_quantize=list(_QUANTIZED),
+            per_channel=True,
+            extra_options={"CalibTensorRangeSymmetric": False},
+        )
         return _finished(onnx.load(out))
 
 # %% ../../nbs/extras/onnx.ipynb #0d000004
@@ -359,8 +377,14 @@ def check_recordings(
     chosen = np.unique(np.linspace(0, len(listing) - 1, most).astype(np.int64))
     files = [(listing.paths[k], int(listing.sizes[k]), int(listing.mtimes_ns[k])) for k in chosen.tolist()]
     some = make_listing("", listing.folder, files, [""] * len(files), ("",), Naming())
-    manifest = Manifest(listing.folder, ("",), (some,))
-    done = predict(folder, detector, manifest=manifest, length="spec", device="cpu", progress=progress)
+    done = predict(
+        folder,
+        detector,
+        manifest=Manifest(listing.folder, ("",), (some,)),
+        length="spec",
+        device="cpu",
+        progress=progress,
+    )
     samples: dict[int, np.ndarray] = {}
     with LocalCopies(listing.folder) as copies, copies.of(done.scored.paths) as local:
         for i, path in enumerate(done.scored.paths):
@@ -420,21 +444,11 @@ def divide_recordings(
 
 
 def write_synthetic(folder: Path, spec: MelSpec) -> None:
-    "Write 16 synthetic signals, the same each time: noise of many levels and colours, tones, knocks, silence, and one that is clipped."
-    import soundfile
-
-    rng = np.random.default_rng(0)
-    t = np.arange(spec.n_samples) / spec.sample_rate
-    for k in range(16):
-        width = k + 1 if k % 2 else 1
-        x = np.convolve(rng.normal(0, 1, spec.n_samples), np.ones(width) / width, "same")
-        x *= 10.0 ** rng.uniform(-4, -0.5)
-        if k % 3 == 0:
-            x += 0.1 * np.sin(2 * np.pi * spec.sample_rate * rng.uniform(0.01, 0.4) * t)
-        if k % 5 == 0:
-            x[rng.integers(0, spec.n_samples, 8)] += 0.5
-        x *= {14: 0.0, 15: 100.0}.get(k, 1.0)
-        soundfile.write(folder / f"{k:02d}.wav", np.clip(x, -1, 1), spec.sample_rate, subtype="PCM_16")
+    "Write 16 synthetic signals: the recording by which engines check themselves, at levels 4.5 dB apart, shifted from one to the next."
+    signal = check_recording(spec)[0]
+    for k, gain in enumerate(np.geomspace(4e-4, 1, 16)):
+        samples = np.roll(signal, k * len(signal) // 16) * gain
+        write_wav(folder / f"{k:02d}.wav", samples.round().astype(np.int16), spec.sample_rate)
 
 # %% ../../nbs/extras/onnx.ipynb #0d000006
 TOLERANCE = 1e-3  # of scores and probabilities
@@ -511,7 +525,9 @@ def compare_model(
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     runs = [session.run(None, {INPUT: right.samples[k : k + 8]}) for k in range(0, len(right), 8)]
-    outputs = {name: np.concatenate(values) for name, values in zip(names, zip(*runs))}
+    outputs = {
+        name: np.concatenate(values) for name, values in zip(names, zip(*runs, strict=True), strict=True)
+    }
     score = outputs["score"].astype(np.float64)
     apart = np.abs(score - right.score)
     segments_apart = np.abs(outputs["segment_scores"] - right.segment_scores).max(1)
@@ -525,15 +541,14 @@ def compare_model(
         of_probability = {"probability": float(p.max()), "mean_probability": float(p.mean())}
     worst: dict[str, Any] = {"score": float(apart.max()), "segment_score": float(segments_apart.max())}
     if not is_right.all():
-        found = f"up to {worst['score']:.2g} (segments: {worst['segment_score']:.2g}) apart"
-        is_exact = tolerance < TOLERANCE_INT8
+        apart_by = f"up to {worst['score']:.2g} (segments: {worst['segment_score']:.2g}) apart"
         raise DataError(
             "the ONNX model computes other scores than the detector, so the file was not written",
             code="program-differs",
-            found=f"{found}, wrong in {int((~is_right).sum()):,} of {len(right):,} {right.source}",
+            found=f"{apart_by}, wrong in {int((~is_right).sum()):,} of {len(right):,} {right.source}",
             expected=f"at most {tolerance:g} ({segment_tolerance:g}) apart",
             remedy="use the detector itself (leakmel predict), and report this error"
-            if is_exact
+            if tolerance < TOLERANCE_INT8
             else "leave int8 out, or give more recordings",
         )
     return OnnxCheck(
@@ -619,19 +634,22 @@ class OnnxExport:
         lines.append(f"{'float32: ' if int8 else ''}{check.text}")
         if int8 is not None:
             lines.append(f"int8: {int8.text}; ranges from {int8.ranges:,} others")
-        if check.probability is None:
-            lines.append("no output probability: the detector has no held-out scores to calibrate it")
-        if check.source != "recordings":
-            lines.append("no recordings were given: compare the file on your own ones (--recordings FOLDER)")
-        if check.left_out:
-            lines.append(
-                f"not compared: {check.left_out:,} recordings, rejected or shorter than the model's length"
-            )
-        return "\n  ".join(lines)
+        left_out = f"{check.left_out:,} recordings, rejected or shorter than the model's length"
+        notes = [
+            (
+                check.probability is None,
+                "no output probability: the detector has no held-out scores to calibrate it",
+            ),
+            (
+                check.source != "recordings",
+                "no recordings were given: compare the file on your own ones (--recordings FOLDER)",
+            ),
+            (check.left_out > 0, f"not compared: {left_out}"),
+        ]
+        return "\n  ".join([*lines, *(text for holds, text in notes if holds)])
 
     def __repr__(self) -> str:
-        about = f"{show_path(self.path)}, {self.kind}, {self.n_bytes:,} bytes"
-        return f"OnnxExport({about}; {(self.int8 or self.check).text})"
+        return f"OnnxExport({show_path(self.path)}, {self.kind}, {self.n_bytes:,} bytes; {(self.int8 or self.check).text})"
 
 
 def export_onnx(

@@ -25,8 +25,15 @@ from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.operation import RowTable, user_path
 from leakmel.core.progress import Progress, announce
-from leakmel.detector.data import segments
-from leakmel.detector.data.segments import LEFT_OUT, DataSource, Segments, Task
+from leakmel.detector.data.segments import (
+    LEFT_OUT,
+    DataSource,
+    Segments,
+    Task,
+    close_opened,
+    find_label,
+    source_list,
+)
 from leakmel.detector.data.splits import (
     LEAKY_SPLIT,
     Group,
@@ -38,7 +45,6 @@ from leakmel.detector.data.splits import (
 from leakmel.detector.metrics import metrics, significance
 from leakmel.detector.model import card, cards, files, spectral
 from leakmel.detector.model.detector import Detector, check_features, class_scores, load_detector, score_rows
-from leakmel.detector.model.files import Champion, Lineage, round_folder
 from leakmel.detector.model.net import LeakNet
 from leakmel.detector.model.settings import (
     RESUME,
@@ -95,11 +101,17 @@ def open_parts(champion: Detector, given: Mapping[str, Part | None]) -> Iterator
             if part is None:
                 continue
             rows, n_left_out = (part.rows, part.n_too_short) if isinstance(part, Segments) else (None, 0)
-            sources = segments.source_list(part.sources if isinstance(part, Segments) else part)
+            sources = source_list(part.sources if isinstance(part, Segments) else part)
             task = None if name == "new recordings" else champion.task
-            how: dict[str, Any] = {"task": task, "with_labels": task is not None, "preload_to_ram": False}
-            parts[name] = found = Segments(sources, level="recording", rows=rows, **how)
-            stack.callback(segments.close_opened, found.sources, sources)
+            parts[name] = found = Segments(
+                sources,
+                level="recording",
+                rows=rows,
+                task=task,
+                with_labels=task is not None,
+                preload_to_ram=False,
+            )
+            stack.callback(close_opened, found.sources, sources)
             found.n_too_short += n_left_out
             check_features(champion, found)
             note = too_short(found)
@@ -140,7 +152,7 @@ def read_human_labels(table: LabelTable, recordings: Segments, task: Task) -> np
     classes = np.full(len(paths), UNLABELLED, np.int64)
     for i in found.changed:
         try:
-            classes[i] = task.to_model[segments.find_label(found.labels[i], task.class_names)]
+            classes[i] = task.to_model[find_label(found.labels[i], task.class_names)]
         except UsageError as e:
             raise DataError(
                 f"the label of {show_path(paths[i])} is unknown",
@@ -191,7 +203,7 @@ def apply_human_labels(
     labels: Mapping[str, int],
 ) -> np.ndarray:  # [n] int64
     "Replace the classes [n] of recordings whose content people have labelled."
-    known = zip(content_digests(recordings), classes.tolist())
+    known = zip(content_digests(recordings), classes.tolist(), strict=True)
     return np.array([labels.get(content, k) for content, k in known], np.int64)
 
 # %% ../../nbs/extras/retrain.ipynb #871dc7a3
@@ -213,7 +225,7 @@ class SegmentSubset(Segments):
         self.sources = [source for ds, _ in choices for source in ds.sources]
         self.starts = np.cumsum([0, *map(len, self.sources)])
         of_all = [np.full((int(ds.starts[-1]), self.row_shape[0]), LEFT_OUT) for ds, _ in choices]
-        for own, (ds, classes) in zip(of_all, choices):
+        for own, (ds, classes) in zip(of_all, choices, strict=True):
             own[ds.rows] = classes
         every = np.concatenate(of_all).ravel()
         self.numbers = np.flatnonzero(every != LEFT_OUT)
@@ -260,7 +272,8 @@ def confident_segments(
     place = np.argsort(order, axis=1, kind="stable")  # 0: the clearest; missing segments are sorted last
     n_segments = np.count_nonzero(~np.isnan(scores), axis=1)
     most = np.array(
-        [metrics.segments_needed(n, s) for n, s in zip(n_segments.tolist(), share.tolist())], np.int64
+        [metrics.segments_needed(n, s) for n, s in zip(n_segments.tolist(), share.tolist(), strict=True)],
+        np.int64,
     )
     return place < most[:, None]
 
@@ -279,16 +292,17 @@ class Selection:
     def table(self, task: Task) -> pd.DataFrame:
         "A row for each recording: path, class, source of the class, prediction, score, kept long segments and row (both from 0)."
         names = np.array([*map(show_path, task.model_names), ""], object)  # the last one: left out
-        columns = {
-            "path": list(map(show_path, recording_paths(self.recordings))),
-            "class": names[self.classes],
-            "by": np.where(self.by_human, "human", "prediction"),
-            "predicted": names[self.predicted],
-            "score": [repr(float(s)) for s in self.score],
-            "segments": [" ".join(map(str, np.flatnonzero(kept).tolist())) for kept in self.kept],
-            "row": self.recordings.rows,
-        }
-        return pd.DataFrame(columns)
+        return pd.DataFrame(
+            {
+                "path": list(map(show_path, recording_paths(self.recordings))),
+                "class": names[self.classes],
+                "by": np.where(self.by_human, "human", "prediction"),
+                "predicted": names[self.predicted],
+                "score": [repr(float(s)) for s in self.score],
+                "segments": [" ".join(map(str, np.flatnonzero(kept).tolist())) for kept in self.kept],
+                "row": self.recordings.rows,
+            }
+        )
 
 
 def select_segments(
@@ -368,9 +382,8 @@ def fine_tune(
         if isinstance(member, spectral.SpectralClassifier):
             members.append(_refit_spectral(member, items, settings.seed))
             continue
-        weights = weights_digest(replace(champion, classifier=member))
         learned = [
-            weights,
+            weights_digest(replace(champion, classifier=member)),
             digest_of(items.numbers.tobytes() + items.labels.tobytes()),
             *source_digests(items),
         ]
@@ -524,7 +537,7 @@ def items_record(
     return {
         "new": _part_record(new)
         | {
-            "sources": [{"path": p, "digest": d} for p, d in zip(paths, source_digests(new))],
+            "sources": [{"path": p, "digest": d} for p, d in zip(paths, source_digests(new), strict=True)],
             "left_to_replay": int(np.count_nonzero((selection.classes == LEFT_OUT) & ~by_human)),
         },
         "old": _part_record(parts["replay"]),
@@ -560,15 +573,17 @@ def record_errors(path: Path, remedy: str) -> Iterator[None]:
         ) from e
 
 
-def earlier_labels(folder: Path, champions: Sequence[Champion], task: Task) -> dict[str, int]:
+def earlier_labels(folder: Path, champions: Sequence[files.Champion], task: Task) -> dict[str, int]:
     "Return the labels by people, as `labels_by_content`, of the rounds whose challenger became champion; raises DataError."
     found: dict[str, int] = {}
     known = {show_path(name): k for k, name in enumerate(task.model_names)} | {"": LEFT_OUT}
     for champion in champions[1:]:
-        path = round_folder(folder, champion.round) / files.RECORD
+        path = files.round_folder(folder, champion.round) / files.RECORD
         if not os.path.lexists(path):
-            text = f"{show_path(path)} is missing: the labels by people of this round are not known"
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(
+                f"{show_path(path)} is missing: the labels by people of this round are not known",
+                stacklevel=3,
+            )
             continue
         with record_errors(
             path, "restore it from a copy, or move it away: its labels by people are then not known"
@@ -595,45 +610,45 @@ class Round(RowTable):
     def table(self) -> pd.DataFrame:
         "Figures of both on the test set, as a table."
         duel = self.duels["testing"]
-        columns = {
-            "champion": duel.champion.figures,
-            "challenger": duel.challenger.figures,
-            "difference": {f: str(d) for f, d in duel.differences.items()},
-        }
-        return pd.DataFrame(columns).rename(significance.figure_title)
+        return pd.DataFrame(
+            {
+                "champion": duel.champion.figures,
+                "challenger": duel.challenger.figures,
+                "difference": {f: str(d) for f, d in duel.differences.items()},
+            }
+        ).rename(significance.figure_title)
 
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
         r, duel = self.record, self.duels["testing"]
         figure = r["rules"]["metric"]
-        again = r["replay"]
         new = [
             f"{show_path(k)} {c['recordings']:,} recordings, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
             for k, c in r["kept"].items()
         ]
-        words = {
+        apart = {
             "too_short": "too short, left out",
             "left_to_replay": "in the replay data and learned from there",
         }
-        new += [f"{r['new'][n]:,} {text}" for n, text in words.items() if r["new"][n]]
+        new += [f"{r['new'][n]:,} {text}" for n, text in apart.items() if r["new"][n]]
         both = " -> ".join(f"{model.figures[figure]:.3f}" for model in (duel.champion, duel.challenger))
         return [
             *(("BEWARE", stamp) for stamp in r["stamps"]),
             ("decision", self.reason),
             ("new", "; ".join(new)),
-            ("replayed", f"{again['recordings']:,} old recordings, {again['segments']:,} segments"),
+            ("replayed", "{recordings:,} old recordings, {segments:,} segments".format(**r["replay"])),
             ("testing", f"{figure} {both}, difference {duel.differences[figure]}"),
             ("record", show_path(self.folder / files.RECORD)),
         ]
 
 # %% ../../nbs/extras/retrain.ipynb #3d1b41a7
-def save_champion(folder: Path, number: int, detector: Detector) -> Champion:
+def save_champion(folder: Path, number: int, detector: Detector) -> files.Champion:
     "Write the model of a round, and return its entry as a champion."
-    file = detector.save(round_folder(folder, number) / files.MODEL)
-    return Champion(number, digest_of(file.read_bytes()), weights_digest(detector))
+    file = detector.save(files.round_folder(folder, number) / files.MODEL)
+    return files.Champion(number, digest_of(file.read_bytes()), weights_digest(detector))
 
 
-def finish_interrupted_round(folder: Path) -> Lineage | None:
+def finish_interrupted_round(folder: Path) -> files.Lineage | None:
     """Read the champion, and carry out the decision of a round that was interrupted after its record.
 
     Returns None where no round was begun; raises DataError for a damaged record or a changed challenger.
@@ -642,13 +657,13 @@ def finish_interrupted_round(folder: Path) -> Lineage | None:
     number = max(files.finished_rounds(folder), default=0)
     if lineage is None or number <= lineage.current.round:
         return lineage
+    path = files.round_folder(folder, number) / files.RECORD
     remedy = "move the folder of this round away; the champion before this round stays champion"
-    path = round_folder(folder, number) / files.RECORD
     with record_errors(path, remedy):
         record = read_own_json(path)
         if not record["replaced"] or record["champion"] != asdict(lineage.current):
             return lineage
-        winner = Champion(**record["challenger"])
+        winner = files.Champion(**record["challenger"])
         if winner.round != number:
             raise ValueError(f"a challenger of round {winner.round}")
     files.require_digest(folder / winner.model, winner.digest)
@@ -690,7 +705,7 @@ def choose_items(
 
 def conclude(
     folder: Path,  # of all rounds
-    lineage: Lineage,
+    lineage: files.Lineage,
     champion: Detector,
     challenger: Detector,
     selection: Selection,
@@ -700,7 +715,7 @@ def conclude(
 ) -> Round:
     "Decide, write the record, and replace the champion if the challenger wins."
     number = facts["number"]
-    here = round_folder(folder, number)
+    here = files.round_folder(folder, number)
     replaced, why = decide(found, facts["rules"]["metric"])
     which = "it" if number == 1 else "at least one of them"
     reason = (
@@ -754,8 +769,8 @@ def promotion_plot(done: "Round") -> Any:  # plotly.graph_objects.Figure
     duel = done.duels["testing"]
     traces = []
     for k, scored in enumerate((duel.champion, duel.challenger)):
-        values, intervals = list(scored.figures.values()), list(scored.intervals.values())
-        ends = [i.low for i in intervals], [i.high for i in intervals]
+        values, intervals = list(scored.figures.values()), scored.intervals.values()
+        low, high = [i.low for i in intervals], [i.high for i in intervals]
         traces.append(
             {
                 "type": "scatter",
@@ -764,7 +779,7 @@ def promotion_plot(done: "Round") -> Any:  # plotly.graph_objects.Figure
                 "y": [significance.figure_title(f) for f in scored.figures],
                 "mode": "markers",
                 "marker": {"color": LABEL_COLORS[k], "size": 9},
-                "error_x": error_bars(values, *ends, LABEL_COLORS[k]),
+                "error_x": error_bars(values, low, high, LABEL_COLORS[k]),
             }
         )
     return styled_figure(
@@ -778,7 +793,9 @@ def promotion_plot(done: "Round") -> Any:  # plotly.graph_objects.Figure
     )
 
 # %% ../../nbs/extras/retrain.ipynb #7068179a
-def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.PathLike | None) -> Detector:
+def _champion(
+    folder: Path, lineage: files.Lineage | None, given: Detector | str | os.PathLike | None
+) -> Detector:
     "Return the champion of a folder, or the given detector before the first round."
     first = load_detector(files.model_file(given)) if isinstance(given, (str, os.PathLike)) else given
     if lineage is None:
@@ -801,7 +818,7 @@ def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.
     return load_detector(files.champion_file(folder))
 
 
-def _check_test_set(folder: Path, lineage: Lineage | None, parts: Mapping[str, Segments]) -> str:
+def _check_test_set(folder: Path, lineage: files.Lineage | None, parts: Mapping[str, Segments]) -> str:
     "Check the test recordings and return their digest."
     for name in [name for name in ("testing", "validation") if name in parts]:
         is_leak = parts[name].is_leak
@@ -870,7 +887,6 @@ def retrain(
             own = round_settings(holder, settings)
             new = parts["new recordings"]
             test = parts["testing"]
-            chosen_by = parts.get("validation")
             groups = significance.recording_groups(recordings_of(test), group)
             earlier = earlier_labels(folder, champions, holder.task)
             learned = {name: ds for name, ds in parts.items() if name != "testing"}
@@ -887,18 +903,26 @@ def retrain(
                 **items_record(parts, holder.task, selection, again),
             }
             if lineage is None:
-                lineage = Lineage((save_champion(folder, 0, holder),), digest)
+                lineage = files.Lineage((save_champion(folder, 0, holder),), digest)
                 files.write_lineage(folder, lineage)
             taught = np.where(selection.kept, selection.classes[:, None], LEFT_OUT)
-            pieces = [(new, taught), (parts["replay"], again)]
-            items = SegmentSubset(pieces, holder.task, preload_to_ram=own.preload_to_ram, progress=show)
-            how: dict[str, Any] = {
-                "resume": resume,
-                "device": device,
-                "checkpoints": checkpoints,
-                "show": show,
-            }
-            challenger = fine_tune(holder, items, chosen_by, own, round_folder(folder, number), **how)
+            items = SegmentSubset(
+                [(new, taught), (parts["replay"], again)],
+                holder.task,
+                preload_to_ram=own.preload_to_ram,
+                progress=show,
+            )
+            challenger = fine_tune(
+                holder,
+                items,
+                parts.get("validation"),
+                own,
+                files.round_folder(folder, number),
+                resume=resume,
+                device=device,
+                checkpoints=checkpoints,
+                show=show,
+            )
             models = {
                 "champion": (holder, scored(score_rows, holder, test, "testing, champion")),
                 "challenger": (challenger, scored(score_rows, challenger, test, "testing, challenger")),

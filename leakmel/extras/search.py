@@ -83,7 +83,7 @@ def _distribution(name: str, given: Any) -> Any:
     written = given
     if isinstance(given, (list, tuple)):
         is_range = is_number and len(given) == 2 and all(type(v) in (int, float) for v in given)
-        written = dict(zip(("low", "high"), given)) if is_range else {"choices": given}
+        written = dict(zip(("low", "high"), given, strict=True)) if is_range else {"choices": given}
     reason = ""
     match written:
         case {"choices": [_, _, *_] as values, **more} if not more:
@@ -172,7 +172,8 @@ def read_space(given: Mapping[str, Any] | str | os.PathLike | None, base: TrainS
     for group in itertools.combinations(space, min(2, len(space))):
         ends = [getattr(space[n], "choices", None) or (space[n].low, space[n].high) for n in group]
         for values in itertools.product(*ends):
-            trial_settings(base, dict(zip(group, values)))  # raises UsageError where they exclude each other
+            # raises UsageError where they exclude each other
+            trial_settings(base, dict(zip(group, values, strict=True)))
     return space
 
 # %% ../../nbs/extras/search.ipynb #8f59b590
@@ -212,7 +213,7 @@ class Trial:
     @property
     def objectives(self) -> list[float]:
         "Objective after each epoch."
-        return [objective_of(*pair) for pair in zip(self.f1s, self.val_losses)]
+        return [objective_of(*pair) for pair in zip(self.f1s, self.val_losses, strict=True)]
 
     @property
     def f1(self) -> float:
@@ -220,8 +221,9 @@ class Trial:
 
     def __repr__(self) -> str:
         ended = {"pruned": f", pruned after epoch {len(self.f1s)}", "failed": f", failed: {self.error}"}
-        about = f"trial {self.number}: F1 {self.f1:.4f}{ended.get(self.state, '')}"
-        return f"{about}; {changes_text(self.changes)}"
+        return (
+            f"trial {self.number}: F1 {self.f1:.4f}{ended.get(self.state, '')}; {changes_text(self.changes)}"
+        )
 
 
 def best_of(trials: Iterable[Trial]) -> Trial:
@@ -255,14 +257,15 @@ def create_study(
             for n, d in space.items()
             if (values[n] in d.choices if hasattr(d, "choices") else d.low <= values[n] <= d.high)
         }
-        over = optuna.trial.create_trial(
-            state=optuna.trial.TrialState["FAIL" if t.state == "failed" else t.state.upper()],
-            value=t.objectives[t.best_epoch - 1] if t.state == "complete" else None,
-            params={n: values[n] for n in own},
-            distributions=own,
-            intermediate_values=dict(enumerate(t.objectives, 1)),
+        study.add_trial(
+            optuna.trial.create_trial(
+                state=optuna.trial.TrialState["FAIL" if t.state == "failed" else t.state.upper()],
+                value=t.objectives[t.best_epoch - 1] if t.state == "complete" else None,
+                params={n: values[n] for n in own},
+                distributions=own,
+                intermediate_values=dict(enumerate(t.objectives, 1)),
+            )
         )
-        study.add_trial(over)
     return study
 
 # %% ../../nbs/extras/search.ipynb #d6d99bac
@@ -273,8 +276,9 @@ def importances(study: Any, names: Sequence[str]) -> dict[str, float]:
         return {}
     tools = import_optuna().importance
     with warnings.catch_warnings(action="ignore"):  # it is experimental
-        evaluator = tools.PedAnovaImportanceEvaluator(target_quantile=0.25)
-        return tools.get_param_importances(study, evaluator=evaluator, params=list(names))
+        return tools.get_param_importances(
+            study, evaluator=tools.PedAnovaImportanceEvaluator(target_quantile=0.25), params=list(names)
+        )
 
 # %% ../../nbs/extras/search.ipynb #e70106e9
 FORMAT = "leakmel search 3"
@@ -303,7 +307,9 @@ def read_state(folder: Path) -> tuple[dict[str, Any], list[Trial]] | None:
         for t in values["trials"]:
             t |= {n: tuple(np.array(t[n], float).tolist()) for n in ("f1s", "val_losses")}  # null is NaN
         trials = [Trial(**t) for t in values["trials"]]
-        if values["format"] != FORMAT or not all(0 <= t.best_epoch <= len(t.f1s) for t in trials):
+        if values["format"] != FORMAT or not all(
+            0 <= t.best_epoch <= len(t.f1s) == len(t.val_losses) for t in trials
+        ):
             raise ValueError("another format")
         return dict(values["identity"]), trials
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -348,8 +354,11 @@ def resume_state(
             rmtree(path, ignore_errors=True)
         return []
     then, trials = found
-    own = [n for n in ("space", "pruning") if then.get(n) != identity[n]]
-    changed = [f"{n} was {then.get(n)}, is now {identity[n]}" for n in own]
+    changed = [
+        f"{n} was {then.get(n)}, is now {identity[n]}"
+        for n in ("space", "pruning")
+        if then.get(n) != identity[n]
+    ]
     if changed := changed + state.differences(then, identity):
         raise UsageError(
             "the folder holds another search",
@@ -371,10 +380,14 @@ def verdict(best: Trial, before: Sequence[Trial], after: Sequence[Trial]) -> tup
     if (n := len(after)) < 2 or len(before) != n:
         return None, "the difference may be luck: confirm it with at least two other seeds"
     if not all(new.f1 > old.f1 for new in after for old in before):  # also where one is undefined
-        why = "with other seeds their F1 is lower than that of the initial settings, or the ranges overlap"
-        return False, f"the best settings are not shown to be better: {why}"
-    by_chance = f"chance alone gives this once in {math.comb(2 * n, n):,} searches"
-    return True, f"the best settings are better with each of {n} other seeds ({by_chance})"
+        return False, (
+            "the best settings are not shown to be better: with other seeds their F1 is lower than that of the "
+            "initial settings, or the ranges overlap"
+        )
+    return True, (
+        f"the best settings are better with each of {n} other seeds "
+        f"(chance alone gives this once in {math.comb(2 * n, n):,} searches)"
+    )
 
 # %% ../../nbs/extras/search.ipynb #d4f37636
 @dataclass(frozen=True, eq=False, repr=False)
@@ -422,23 +435,22 @@ class SearchResult(RowTable):
     def plots(self) -> dict[str, go.Figure]:
         "Draw the F1 of each trial, and the best one so far."
         shown = [t for t in self.trials if t.f1s]
-        numbers = [t.number for t in shown]
+        table = self.table().loc[[t.number for t in shown]]
         symbols = {"complete": "circle", "pruned": "x-thin-open", "failed": "triangle-down"}
         texts = [f"{t.state}, {len(t.f1s)} epochs: {changes_text(t.changes)}" for t in shown]
         points = go.Scatter(
             name="trials",
-            x=numbers,
-            y=f32([t.f1 for t in shown]),
+            x=table.index,
+            y=f32(table["f1"]),
             mode="markers",
             marker={"color": state.F1_COLOR, "symbol": [symbols[t.state] for t in shown], "size": 8},
             customdata=list(map(plain_text, texts)),
             hovertemplate="trial %{x}: F1 %{y:.4f}<br>%{customdata}<extra></extra>",
         )
-        complete = pd.Series([t.f1 if t.state == "complete" else math.nan for t in shown])
         best_line = go.Scatter(
             name="best so far",
-            x=numbers,
-            y=f32(complete.cummax().ffill()),
+            x=table.index,
+            y=f32(table["f1"].where(table["state"] == "complete").cummax().ffill()),
             mode="lines",
             line={"color": state.LOSS_COLOR, "width": 2, "shape": "hv"},
             hoverinfo="skip",
@@ -461,17 +473,16 @@ class SearchResult(RowTable):
         s = self.summary
         best = self.best
         again = s["other_seeds"] or {}
-        ranges = [again[k] for k in ("base", "best") if k in again]
+        ranges = (again[name] for name in ("base", "best") if again)
         f1s = ["undefined" if None in r else f"{r[0]:.4f} to {r[1]:.4f}" for r in ranges]
         seeds = f"{' for the initial settings, '.join(f1s)} for the best ones"
         ended = ", ".join(f"{n} {how}" for how in ("pruned", "failed") if (n := s[f"{how}_trials"]))
         shares = ", ".join(f"{n} {v:.2f}" for n, v in self.importances.items())
-        found = f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}" * (best.number > 0)
         texts = {
             "BEWARE": s["stamp"],
             "trials": f"{len(self.trials):,} of {s['trials_wanted']:,}{ended and f', of which {ended}'}",
             "initial": f"F1 {self.base.f1:.4f}: {changes_text(self.base.changes)}",
-            "best": found,
+            "best": best.number and f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}",
             "seeds": again and f"F1 with other seeds ({again['seeds']}): {seeds}",
             "settings": shares and f"importance (PED-ANOVA, approximate): {shares}",
             "verdict": s["verdict"],
@@ -557,8 +568,8 @@ class _Search:
                     return
             if trial is None:
                 begun = [t for t in self.rows.values() if t.seed is None]
-                proposed = create_study(begun, self.space, self.base).ask(self.space).params
-                values = proposed if number else vars(self.base)
+                study = create_study(begun, self.space, self.base)
+                values = study.ask(self.space).params if number else vars(self.base)
                 changes = {n: list(v) if isinstance(v := values[n], tuple) else v for n in self.space}
                 trial = Trial(number, "running", changes)
                 self.keep(trial)  # so that it is continued with the same settings
@@ -586,8 +597,11 @@ class _Search:
         best = best_of(self.trials)
         if not best.number or (len(self.trials) < n_trials and self.reserve >= seconds):
             return
-        seeds = [(self.base.seed + 1 + k) % (1 << 63) for k in range(again)]
-        wanted = (replace(t, seed=seed) for seed in seeds for t in (self.rows[0, None], best))
+        wanted = (
+            replace(t, seed=(self.base.seed + 1 + k) % (1 << 63))
+            for k in range(again)
+            for t in (self.rows[0, None], best)
+        )
         for trial, error in self.trained(t for t in wanted if (t.number, t.seed) not in self.rows):
             if error is not None:
                 raise error
@@ -632,16 +646,24 @@ class _Search:
         }
         detector = load_detector(self.folder / TRIALS / best.name / MODEL)
         detector.record = detector.record | {"search": _finite(chosen)}
-        settings = trial_settings(self.base, best.changes)
-        model = detector.save(self.folder / MODEL)
-        found = (self.folder, tuple(trials), best, settings, detector, model, (*before, *after), shares)
-        result = SearchResult(*found, summary=_finite(summary))
+        result = SearchResult(
+            folder=self.folder,
+            trials=tuple(trials),
+            best=best,
+            settings=trial_settings(self.base, best.changes),
+            detector=detector,
+            model_path=detector.save(self.folder / MODEL),
+            again=(*before, *after),
+            importances=shares,
+            summary=_finite(summary),
+        )
         table = result.table().reset_index().astype(object)
         write_whole(self.folder / "trials.csv", table.to_csv(index=False), sync=False)
         write_whole(self.folder / "summary.json", json.dumps(result.summary, indent=1) + "\n", sync=False)
         sections = [Section("Summary", [result]), Section("Trials", [*result.plots().values(), table])]
-        title = f"Hyperparameter search, {len(trials):,} trials"
-        write_report(self.folder / "report.html", title, sentence, sections)
+        write_report(
+            self.folder / "report.html", f"Hyperparameter search, {len(trials):,} trials", sentence, sections
+        )
         for path in self.folder.glob(".*.stop"):  # of interrupted searches, whose trials are finished
             remove_file(path)
         return result
@@ -744,8 +766,11 @@ def search(
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     searched = read_space(space, base)
     folder = user_path(out)
-    how: dict[str, Any] = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy}
-    how |= {
+    how: dict[str, Any] = {
+        "leak_label": leak_label,
+        "kind": kind,
+        "leave_out": leave_out,
+        "legacy": legacy,
         "training": training,
         "validation": validation,
         "split": split,
@@ -784,6 +809,7 @@ def search(
                     stop_file.touch()  # trainings on the cluster end after their epoch
             if not isinstance(e, Exception):  # in place of the note of the training
                 same = "the same command" + (" without resume='never'" if resume == "never" else "")
-                done = f"The search was interrupted after {len(s.trials):,} trials"
-                e.__notes__ = [f"{done}: run {same} to resume it ({show_path(folder)})"]
+                e.__notes__ = [
+                    f"The search was interrupted after {len(s.trials):,} trials: run {same} to resume it ({show_path(folder)})"
+                ]
             raise

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+import pandas as pd
 
 from leakmel.core.errors import (
     DataError,
@@ -37,13 +38,27 @@ from leakmel.core.store import is_url, output_path
 from leakmel.dataset.inputs import SpecLike, decide_spec
 from leakmel.dataset.reader import open_dataset, read_rows
 from leakmel.dataset.schema import Rejected
-from leakmel.detector.data import segments
-from leakmel.detector.data.segments import DataSource, Segments, conform_recording
+from leakmel.detector.data.segments import (
+    DataSource,
+    Segments,
+    close_opened,
+    conform_recording,
+    cut_into_rows,
+    open_sources,
+    source_list,
+)
 from leakmel.detector.model.detector import Detector, load_detector, required_spec, spec_differences
 from leakmel.detector.model.files import model_file, require_kind
 from leakmel.detector.model.spectral import SpectralClassifier
-from leakmel.detector.predict import scoring as scorers
-from leakmel.detector.predict.scoring import ParsedNames, RecordingList, RowBlock, find_recordings
+from leakmel.detector.predict.scoring import (
+    HostScorer,
+    ParsedNames,
+    RecordingList,
+    RowBlock,
+    block_sizes,
+    find_recordings,
+    run_scorer,
+)
 from leakmel.mel.engines import log_mel
 from leakmel.mel.spec import MelSpec
 from leakmel.pages.plots import mels_by_label
@@ -53,7 +68,6 @@ from leakmel.recordings.naming import Naming
 from leakmel.recordings.wav import digest_of, read_wav
 
 if TYPE_CHECKING:
-    import pandas as pd
     import plotly.graph_objects as go
 
 Model = str | os.PathLike | Detector | None
@@ -85,10 +99,8 @@ class Embeddings:
         return len(self.vectors)
 
     @cached_property
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> pd.DataFrame:
         "One row per recording: path, label, digest, and the values 0 to d - 1."
-        import pandas as pd
-
         return pd.DataFrame(
             {"path": map(show_path, self.paths), "label": map(show_path, self.labels), "digest": self.digests}
         ).join(pd.DataFrame(self.vectors))
@@ -118,8 +130,12 @@ class Embeddings:
         # names that are no text are kept: JSON escapes what stands for their bytes
         about |= {"format": FORMAT, "spec": self.spec.to_dict(), "paths": list(map(os.fsdecode, self.paths))}
         out = io.BytesIO()
-        coded = np.frombuffer(json.dumps(about).encode(), np.uint8)
-        np.savez(out, about=coded, vectors=self.vectors, rows=self.rows)
+        np.savez(
+            out,
+            about=np.frombuffer(json.dumps(about).encode(), np.uint8),
+            vectors=self.vectors,
+            rows=self.rows,
+        )
         look = partial(require_kind, target, "file of embeddings", _is_embeddings)
         write_whole(target, sealed(out.getvalue()), look=look)
         return target
@@ -153,8 +169,12 @@ def _is_embeddings(f: BinaryIO) -> bool:
 def _require_file(path: Path, remedy: str) -> None:
     "Raise DataError where a path is no regular file."
     if not path.is_file():
-        remedy = missing_remedy(path, remedy)
-        raise DataError("there is no such regular file", code="file-missing", path=path, remedy=remedy)
+        raise DataError(
+            "there is no such regular file",
+            code="file-missing",
+            path=path,
+            remedy=missing_remedy(path, remedy),
+        )
 
 
 _MOST = 1e9  # of a value: squares of larger ones overflow
@@ -206,7 +226,7 @@ def band_sums(
     The first `counts` [B] of them exist. Returns [B, 2*M] float64: of the mean of each
     band in dB, and of its square in dB^2.
     """
-    frames = (row[:n].astype(np.float64) for row, n in zip(rows, counts.tolist()))
+    frames = (row[:n].astype(np.float64) for row, n in zip(rows, counts.tolist(), strict=True))
     return np.stack([np.concatenate([x.mean((1, 3)).sum(0) for x in (f, np.square(f))]) for f in frames])
 
 
@@ -284,10 +304,16 @@ def embed_recordings(
     def add(block: RowBlock) -> None:
         np.add.at(sums, block.files[: block.n], band_sums(block.mels[: block.n], block.counts[: block.n]))
 
-    with scorers.HostScorer(engine, spec, add) as scorer:
-        sizes = scorers.block_sizes(spec, "cpu", n, files_per_batch, None)
-        how = {"length": length, "label": "embeddings of", "progress": progress}
-        readers = scorers.run_scorer(found, spec, scorer, sizes, **how).readers
+    with HostScorer(engine, spec, add) as scorer:
+        readers = run_scorer(
+            found,
+            spec,
+            scorer,
+            block_sizes(spec, "cpu", n, files_per_batch, None),
+            length=length,
+            label="embeddings of",
+            progress=progress,
+        ).readers
     good = np.flatnonzero(readers.facts["good"])
     sums /= np.maximum(readers.n_long, 1)[:, None]
     return Embeddings(
@@ -422,18 +448,19 @@ def embed(
             spec = decide_spec(spec, [found.listing]).spec
         embedder = open_embedder(detector, spec)  # type: ignore[arg-type]
         require_used(spec, embedder.spec)
-        how: dict[str, Any] = {"length": length, "engine": engine, "files_per_batch": files_per_batch}
-        done = embed_recordings(found, embedder, **how, progress=progress)
+        done = embed_recordings(
+            found, embedder, length=length, engine=engine, files_per_batch=files_per_batch, progress=progress
+        )
     else:
-        sources = segments.source_list(source)
-        opened = segments.open_sources(sources, same_labels=False)
+        sources = source_list(source)
+        opened = open_sources(sources, same_labels=False)
         try:
             ds = Segments(opened, level="recording", with_labels=False, preload_to_ram=False, progress="none")
             embedder = open_embedder(detector, opened[0].spec)
             require_used(spec, opened[0].spec, length, "spec")
             done = embed_rows(ds, embedder, rows_per_block=files_per_batch, progress=progress)
         finally:
-            segments.close_opened(opened, sources)
+            close_opened(opened, sources)
     if not len(done):
         raise DataError(
             "no recording has an embedding",
@@ -515,10 +542,8 @@ class SimilarRecordings:
         }
 
     @cached_property
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> pd.DataFrame:
         "One row per neighbour: path, label, similarity, distance and duplicate."
-        import pandas as pd
-
         return pd.DataFrame(self.summary["neighbours"], columns=_COLUMNS)
 
     def text(self) -> str:
@@ -550,19 +575,16 @@ class SimilarRecordings:
         mels = [_features_of(self.query, spec, self.length), *self._features(near)]
         longest = max(map(len, mels))
         mels = [np.pad(x, [(0, longest - len(x))] + [(0, 0)] * 3, constant_values=np.nan) for x in mels]
-        titles = [f"query  {show_path(self.query)}"]
-        for n in near:
-            about = filter(None, [f"{n.similarity:.3f}", n.label, n.duplicate])
-            titles.append(f"{', '.join(about)}  {show_path(n.path)}")
-        fig = mels_by_label(
+        about = [", ".join(filter(None, (f"{n.similarity:.3f}", n.label, n.duplicate))) for n in near]
+        titles = [f"{text}  {show_path(n.path)}" for text, n in zip(about, near, strict=True)]
+        return mels_by_label(
             np.stack(mels),
-            titles,
+            [f"query  {show_path(self.query)}", *titles],
             spec.mel_hz,
             long_start_s=np.arange(longest) * spec.long_hop / spec.sample_rate,
             short_start_s=np.arange(spec.row_shape[1]) * spec.short_hop / spec.sample_rate,
             hop_s=spec.hop_length / spec.sample_rate,
-        )
-        return fig.update_layout(title_text="The query and the most similar recordings")
+        ).update_layout(title_text="The query and the most similar recordings")
 
     def _features(self, near: Sequence[Neighbour]) -> list[np.ndarray]:
         "Read the features of neighbours again, from the data sets or from the files."
@@ -591,8 +613,10 @@ def _features_of(path: str | os.PathLike | bytes, spec: MelSpec, length: str) ->
         row, _ = conform_recording(read_wav(path), spec, length)
     except (RecordingError, OSError):
         return np.full(spec.row_shape, np.nan, np.float32)
-    rows, counts = segments.cut_into_rows(row, spec)
-    return np.concatenate([x[:n] for x, n in zip(log_mel(rows, spec, engine="reference"), counts)])
+    rows, counts = cut_into_rows(row, spec)
+    return np.concatenate(
+        [x[:n] for x, n in zip(log_mel(rows, spec, engine="reference"), counts, strict=True)]
+    )
 
 # %% ../../nbs/extras/similar.ipynb #9c451819
 Collection = DataSource | Sequence[DataSource] | Embeddings
@@ -619,20 +643,30 @@ def similar(
     detector = opened_model(model)
     if isinstance(among, (str, os.PathLike)) and Path(among).suffix.lower() == ".npz":
         among = load_embeddings(among)
-    given: dict[str, Any] = {"length": length or "spec", "engine": engine, "progress": progress}
-    found = among if isinstance(among, Embeddings) else embed(detector, among, spec=spec, **given)
+    found = (
+        among
+        if isinstance(among, Embeddings)
+        else embed(detector, among, spec=spec, length=length or "spec", engine=engine, progress=progress)
+    )
     require_used(spec, found.spec, length, found.length, DataError, "other-embeddings")
-    given |= {"length": length or found.length or "spec", "progress": "none"}
+    used_length = length or found.length or "spec"
     embedder = open_embedder(detector, found.spec)
     if embedder.identity != found.identity:
-        text = "the embeddings were computed with another model or other features"
-        given = {
-            "found": found.kind,
-            "expected": embedder.name,
-            "remedy": "name the model that computed them, or compute them again",
-        }
-        raise DataError(text, code="other-embeddings", path=found.sources[0], **given)
-    own = embed_recordings(listed(path.parent, [os.fsencode(path.name)]), embedder, **given)
+        raise DataError(
+            "the embeddings were computed with another model or other features",
+            code="other-embeddings",
+            path=found.sources[0],
+            found=found.kind,
+            expected=embedder.name,
+            remedy="name the model that computed them, or compute them again",
+        )
+    own = embed_recordings(
+        listed(path.parent, [os.fsencode(path.name)]),
+        embedder,
+        length=used_length,
+        engine=engine,
+        progress="none",
+    )
     if not len(own):
         why = own.rejections[0]
         raise DataError(
@@ -643,19 +677,19 @@ def similar(
             remedy="give a recording of at least one long segment",
         )
     if found.vectors.shape[1:] != own.vectors.shape[1:]:
-        sizes = {"found": found.vectors.shape, "expected": own.vectors.shape[1]}
         raise DataError(
             "the vectors do not have the length of their kind",
             code="invalid-embeddings",
             path=found.sources[0],
+            found=found.vectors.shape,
+            expected=own.vectors.shape[1],
             remedy="compute them again",
-            **sizes,
         )
     numbers, distances = nearest(found.vectors, own.vectors[0].astype(np.float64), k)
     neighbours = []
-    for i, apart in zip(numbers.tolist(), distances.tolist()):
+    for i, apart in zip(numbers.tolist(), distances.tolist(), strict=True):
         mark = SAME_FEATURES if apart < _SAME else ""
         if own.digests[0] and found.digests[i] == own.digests[0]:
             mark = SAME_CONTENT
         neighbours.append(Neighbour(found.paths[i], found.labels[i], 1 / (1 + apart), apart, mark, i))
-    return SimilarRecordings(path, tuple(neighbours), found, given["length"])
+    return SimilarRecordings(path, tuple(neighbours), found, used_length)

@@ -117,9 +117,9 @@ def test_a_data_set_gives_the_embeddings_of_its_folder(folder, built, spectral, 
     detector = model and replace(spectral, spec=SPEC)
     rows = lm.embed(detector, built, **QUIET)
     files = lm.embed(detector, folder, spec=None if model else SPEC, engine="cpu", **QUIET)
-    by_path = dict(zip(files.paths, files.vectors))
+    by_path = dict(zip(files.paths, files.vectors, strict=True))
     assert len(rows) >= 14
-    assert all(np.array_equal(by_path[p], v) for p, v in zip(rows.paths, rows.vectors))
+    assert all(np.array_equal(by_path[p], v) for p, v in zip(rows.paths, rows.vectors, strict=True))
     with lm.open_dataset(built) as ds:
         some = Segments([ds], level="recording", with_labels=False)
         each = embed_rows(some, open_embedder(detector, SPEC), rows_per_block=1, progress="none")
@@ -128,7 +128,7 @@ def test_a_data_set_gives_the_embeddings_of_its_folder(folder, built, spectral, 
 
 def test_a_missing_label_stays_empty(folder):
     found = lm.embed(None, folder, spec=SPEC, **QUIET)
-    labels = dict(zip(found.paths, found.labels))
+    labels = dict(zip(found.paths, found.labels, strict=True))
     assert labels[b"unlabelled.wav"] == ""
     assert labels[b"LEAK/copy.wav"] == "LEAK"
 

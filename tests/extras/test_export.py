@@ -107,7 +107,7 @@ def expected(path: Path) -> tuple[np.ndarray, list[tuple[Any, ...]]]:
         names = json.loads(f.attrs["labels_json"])
         columns = [f["files/path"][:].tolist(), f["files/digest"][:].tolist(), f["digests/rows"][:].tolist()]
         labels = [names[k] for k in f["labels"][:].tolist()]
-        rows = [(label, p, d.decode(), r.decode()) for label, p, d, r in zip(labels, *columns)]
+        rows = [(label, p, d.decode(), r.decode()) for label, p, d, r in zip(labels, *columns, strict=True)]
         return f["segments_mel"][:], rows
 
 
@@ -156,7 +156,7 @@ def test_parquet_tables_keep_types_and_values(exports: Path, hostile: Path) -> N
     assert [row["gain"] for row in rows] == [None if g != g else g for g in files["gain"].tolist()]
     times = [row["start_time"].isoformat() if row["start_time"] else "" for row in rows]
     offsets = [row["start_utc_offset_s"] for row in rows]
-    shown = [t + ("+01:00" if s == 3600 else "") for t, s in zip(times, offsets)]
+    shown = [t + ("+01:00" if s == 3600 else "") for t, s in zip(times, offsets, strict=True)]
     assert [t.replace(".500000", ".5") for t in shown] == [
         t.replace(".500000", ".5") for t in files["start_time"]
     ]
@@ -225,7 +225,7 @@ def test_zarr_loads(exports: Path, hostile: Path) -> None:
     assert group["segments_mel"].metadata.dimension_names[0] == "row"
     columns = {a.attrs["column"]: a[:].tolist() for _, a in group["files"].arrays()}
     assert {f"extra/{name}" for name in EXTRA} <= set(columns)
-    rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=False)]
     assert [facts(row, row["label"]) for row in rows] == right
     assert group["labels"][:].tolist() == [group["labels"].attrs["names"].index(label) for label, *_ in right]
     assert group.attrs["metadata_digest"] == h5py.File(hostile).attrs["metadata_digest"]
@@ -391,7 +391,11 @@ def test_folder_of_splits_is_one_export(demo: Path, tmp_path: Path) -> None:
     table = pq.read_table(tmp_path / "out" / "files.parquet")
     assert (done.rows, table.num_rows) == (sum(b.rows for b in built),) * 2
     rows = table.select(["split", "row"]).to_pylist()
-    right = [(s, k) for s, b in zip(("training", "validation", "testing"), built) for k in range(b.rows)]
+    right = [
+        (s, k)
+        for s, b in zip(("training", "validation", "testing"), built, strict=True)
+        for k in range(b.rows)
+    ]
     assert [(r["split"], r["row"]) for r in rows] == right
     other = lm.MelSpec.preset("overlap", sample_rate=RATE, duration_s=1.0)
     lm.build(

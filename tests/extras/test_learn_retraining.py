@@ -123,7 +123,7 @@ def test_half_of_segments_with_the_clearest_scores_is_kept(scores, data):
     leaks = np.array(data.draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores))))
     kept = confident_segments(table, leaks, np.full(len(scores), 0.5))
     assert kept.sum(1).tolist() == [3] * len(scores)  # half of 5, rounded up
-    for row, mask, leak in zip(table, kept, leaks):
+    for row, mask, leak in zip(table, kept, leaks, strict=True):
         if leak:
             assert row[mask].min() >= row[~mask].max()
         else:
@@ -245,7 +245,7 @@ def test_selected_items_can_be_loaded_and_resumed(networks, kind):
             (new, kept, classes),
             (old, np.isin(np.arange(len(old)), [1, 5])[:, None].repeat(old.row_shape[0], 1), old.labels),
         ):
-            for row, segment in zip(*np.nonzero(mask & (of >= 0)[:, None])):
+            for row, segment in zip(*np.nonzero(mask & (of >= 0)[:, None]), strict=True):
                 x = torch.from_numpy(ds.sources[0].mels[row, segment])
                 wanted[len(wanted)] = x, int(of[row])
 
@@ -564,7 +564,7 @@ def learned_by(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def labels_table(path: Path, of: Segments, n: int | None = None) -> Path:
     "A table in which people give the first recordings the other class."
-    pairs = zip(recording_paths(of), of.labels.tolist())
+    pairs = zip(recording_paths(of), of.labels.tolist(), strict=True)
     lines = [f"{os.fsdecode(p)},{TASK.model_names[1 - k]}\n" for p, k in pairs]
     path.write_text("path,label\n" + "".join(lines[:n]))
     return path

@@ -115,7 +115,7 @@ def assert_same(out: Path, right: SearchResult) -> None:
     a, b = (load_detector(p / "model.pt") for p in (out, right.folder))
     assert all(
         np.array_equal(x, y)
-        for x, y in zip(a.classifier.state_dict().values(), b.classifier.state_dict().values())
+        for x, y in zip(a.classifier.state_dict().values(), b.classifier.state_dict().values(), strict=True)
     )
     told = [json.loads((p / "summary.json").read_bytes()) for p in (out, right.folder)]
     for name in ("trial", "f1", "f1_of_base", "other_seeds", "verdict", "changes"):
@@ -179,7 +179,9 @@ def test_train_with_the_settings_that_were_found_makes_the_model(
     assert all(
         np.array_equal(x, y)
         for x, y in zip(
-            again.detector.classifier.state_dict().values(), found.classifier.state_dict().values()
+            again.detector.classifier.state_dict().values(),
+            found.classifier.state_dict().values(),
+            strict=True,
         )
     )
     assert (found.thresholds, found.vote) == (again.detector.thresholds, again.detector.vote)

@@ -105,7 +105,7 @@ def test_half_of_the_existing_segments_are_selected(share):
     found = confident_segments(
         np.where(np.arange(7) < n_heard[:, None], scores, np.nan), leaks, np.full(60, share)
     )
-    for row, mask, leak, n in zip(scores, found, leaks, n_heard):
+    for row, mask, leak, n in zip(scores, found, leaks, n_heard, strict=True):
         assert (
             mask[:n].tolist()
             == confident_segments(row[None, :n], np.array([leak]), np.array([share]))[0].tolist()
@@ -145,7 +145,7 @@ def test_longer_rows_give_the_same_selection(network):
             )
         )
         ds.close()
-    for one, other in zip(*found):
+    for one, other in zip(*found, strict=True):
         assert np.array_equal(one, other, equal_nan=True)
     assert 0 < found[0][2].mean() < 1, "both classes"
 

@@ -125,7 +125,9 @@ def changed(model: onnx.ModelProto, name: str, change: Callable[[np.ndarray], np
 
 def run_file(path: Path, samples: np.ndarray) -> dict[str, np.ndarray]:
     session = onnxruntime.InferenceSession(path)
-    return dict(zip([o.name for o in session.get_outputs()], session.run(None, {"samples": samples})))
+    return dict(
+        zip([o.name for o in session.get_outputs()], session.run(None, {"samples": samples}), strict=True)
+    )
 
 
 def metadata(path: Path) -> dict[str, str]:

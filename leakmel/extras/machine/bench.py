@@ -32,7 +32,6 @@ import numpy as np
 
 import leakmel as lm
 from leakmel.core import errors
-from leakmel.core.errors import show_path
 from leakmel.core.files import write_whole
 from leakmel.core.monitor import free_memory, machine_facts, usable_cores
 from leakmel.core.parameters import answer_unknown
@@ -100,24 +99,23 @@ def commit() -> dict[str, Any]:
     "Return the commit of the package's checkout and whether it was changed since; None where there is no git."
     here = Path(__file__).resolve().parent if "__file__" in globals() else Path.cwd()
 
-    def git(*words: str) -> str | None:
-        with (
-            suppress(OSError),
-            start_process(["git", *words], here, stdout=PIPE, stderr=DEVNULL, text=True) as process,
-        ):
-            text = process.communicate()[0].strip()
-            return None if process.returncode else text
-        return None
-
-    # from the top of the checkout
-    changes = git("status", "--porcelain", "--untracked-files=no", "--", ":/leakmel")
-    return {"commit": git("rev-parse", "HEAD"), "changed": None if changes is None else bool(changes)}
+    words = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--", ":/leakmel"]
+    lines = list[str]()
+    with suppress(OSError), start_process(words, here, stdout=PIPE, stderr=DEVNULL, text=True) as process:
+        lines = process.communicate()[0].splitlines()
+    heads = [line.removeprefix("# branch.oid ") for line in lines if line.startswith("# branch.oid ")]
+    changed = any(not line.startswith("#") for line in lines)
+    return {"commit": heads[0], "changed": changed} if heads else {"commit": None, "changed": None}
 
 
 def record_head(suite: str) -> dict[str, Any]:
     "Return what the record of every suite begins with: suite, time, commit and machine."
-    made_utc = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"suite": suite, "made_utc": made_utc, **commit(), "machine": machine_facts()}
+    return {
+        "suite": suite,
+        "made_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        **commit(),
+        "machine": machine_facts(),
+    }
 
 # %% ../../../nbs/extras/machine/bench.ipynb #bf3e13f2
 def evict(paths: Iterable[str | os.PathLike]) -> int:
@@ -296,18 +294,17 @@ def build_table(
         rows += [(name, f"{rate:,.0f}", range_text(f["files_per_s"]), f"{cpu_s:.2f}", f"{peak / 1e6:,.0f}")]
     v, m = figures["verified"], figures["machine"]
     files = f"{figures['n_files']:,} recordings in the training split, {rounds_text(figures)}"
-    verdict = "all right" if v["all_ok"] else "NOT ALL RIGHT"
-    checked = f"{v['checked']:,} of {v['rows']:,} rows recomputed in float64: {verdict}"
+    checked = f"{v['checked']:,} of {v['rows']:,} rows recomputed in float64"
     return (
         f"{aligned(rows)}\n{files}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']})\n"
-        f"{checked}, largest difference {v['max_abs_db']:.4f} dB"
+        f"{checked}: {'all right' if v['all_ok'] else 'NOT ALL RIGHT'}, largest difference {v['max_abs_db']:.4f} dB"
     )
 
 # %% ../../../nbs/extras/machine/bench.ipynb #0b1232d2
 def store(figures: dict[str, Any], folder: str | os.PathLike) -> Path:
     "Write a record, named by suite, time and commit, to a folder (runs/benchmarks); a later state of it replaces it."
-    made = figures["made_utc"][:19].replace("-", "").replace(":", "")
-    name = f"{figures['suite']}-{made}-{(figures['commit'] or 'unknown')[:8]}.json"
+    made = datetime.fromisoformat(figures["made_utc"])
+    name = f"{figures['suite']}-{made:%Y%m%dT%H%M%S}-{(figures['commit'] or 'unknown')[:8]}.json"
     return write_whole(work_folder(folder) / name, json.dumps(figures, indent=1) + "\n", sync=False)
 
 
@@ -340,11 +337,10 @@ def measure(
 ) -> tuple[dict[str, Any], Path]:  # the record and its file
     "Measure builds and store the record; raises UsageError for another suite, OutputError for folders that cannot be written."
     if suite != "build":
-        scripts = " and ".join(f"nbs/benchmarks/bench_{name}.py WORK" for name in ("gpu", "train"))
         raise errors.UsageError(
             f"suite {answer_unknown(suite, ['build'])}",
             code="unknown-suite",
-            remedy=f"those for a GPU and for training are scripts of the checkout: {scripts}",
+            remedy="those for a GPU and for training are scripts of the checkout: nbs/benchmarks/bench_gpu.py WORK and nbs/benchmarks/bench_train.py WORK",
         )
     for place in (folder, out):
         work_folder(place)
@@ -368,13 +364,13 @@ def take_sample(manifest: Manifest, n: int) -> Manifest:
             "the folder has no recordings with a label to tune with",
             code="nothing-to-tune-with",
             path=x.folder,
-            remedy=f"check the folder: leakmel scan {shlex.quote(show_path(x.folder))}",
+            remedy=f"check the folder: leakmel scan {shlex.quote(errors.show_path(x.folder))}",
         )
     if n < len(usable):
         runs = np.array_split(usable, SAMPLE_RUNS)
         usable = np.concatenate([run[: math.ceil((n - k) / SAMPLE_RUNS)] for k, run in enumerate(runs)])
     present, numbers = np.unique(x.label_ids[usable], return_inverse=True)
-    part = replace(
+    sample = replace(
         x,
         paths=[x.paths[i] for i in usable],
         sizes=x.sizes[usable],
@@ -385,7 +381,7 @@ def take_sample(manifest: Manifest, n: int) -> Manifest:
     )
     return replace(
         manifest,
-        listings=(part,),
+        listings=(sample,),
         label_names=tuple(manifest.label_names[i] for i in present),
         notes=(),
         unmatched=(),
@@ -574,9 +570,6 @@ def sample_size(
     return min(n_there, max(MIN_FILES, min(MAX_FILES, fitting)))
 
 # %% ../../../nbs/extras/machine/bench.ipynb #74100e7e
-_NO_ADVICE = "no setting is clearly faster than the defaults, so builds need no options"
-
-
 def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: str) -> dict[str, Any]:
     "Run all phases and return the figures."
     pool = trials.sample
@@ -614,7 +607,6 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         notes.append(f"only {rounds} of the {MIN_ROUNDS} rounds of a comparison fit into the time: give more")
     best, listing = best_candidate(builds, list(tried)), trials.sample.listings[0]
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in tried[best].items())
-    advice = f"{best} is clearly faster: leakmel build ... {options}"
     # from a warm page cache, for the choice of engines
     rate = next(x["files_per_s"] for x in builds["warm"] if x["name"] == best)
     return record_head("tune") | {
@@ -633,7 +625,9 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         "builds": builds,
         "settings": tried[best],
         "rate": {"engine": f"{engine.name}/{on_device}", "files_per_s": rate},
-        "advice": advice if options else _NO_ADVICE,
+        "advice": f"{best} is clearly faster: leakmel build ... {options}"
+        if options
+        else "no setting is clearly faster than the defaults, so builds need no options",
         "notes": notes,
         "verified": _verify_settings(trials, tried[best]),
     }
@@ -690,12 +684,19 @@ def tune(
     with folder as work:
         trials = BuildTrials(pool, Path(work), spec, engine, device, with_waveforms)
         figures = _measure(trials, manifest, began + budget_s, progress)
-    figures |= {"root": show_path(manifest.root), "budget_s": budget_s, "seconds": time.monotonic() - began}
+    figures |= {
+        "root": errors.show_path(manifest.root),
+        "budget_s": budget_s,
+        "seconds": time.monotonic() - began,
+    }
     if keep:
         rates = (runs.find_tuned(manifest.root) or {}).get("rates", {})  # of other engines, measured before
         if rate := figures["rate"]["files_per_s"]:
-            about = {"made_utc": figures["made_utc"], "spec": figures["fingerprint"]}
-            rates[figures["rate"]["engine"]] = about | {"files_per_s": rate}
+            rates[figures["rate"]["engine"]] = {
+                "made_utc": figures["made_utc"],
+                "spec": figures["fingerprint"],
+                "files_per_s": rate,
+            }
         facts = {
             **{key: figures[key] for key in ("leakmel_version", "made_utc", "root", "settings")},
             "schema": runs.SCHEMA,
@@ -706,7 +707,7 @@ def tune(
             "rates": rates,
         }
         try:
-            figures["path"] = show_path(runs.write_tuned(manifest.root, facts))
+            figures["path"] = errors.show_path(runs.write_tuned(manifest.root, facts))
         except errors.OutputError as e:
             e.add_note(f"the settings were measured, but not stored for later builds:\n{tune_table(figures)}")
             raise
@@ -715,19 +716,23 @@ def tune(
 
 def tune_table(f: Mapping[str, Any]) -> str:
     "Return the figures of a run of `tune` as text."
-    machine = f["machine"]
     sample = f"{f['n_files']:,} of {f['n_files_there']:,} recordings, {f['n_bytes'] / 1e6:,.1f} MB"
-    lines = [f"{sample}; engine {f['engine']}, {machine['n_cores']} cores ({machine['cpu']})"]
+    machine = "{n_cores} cores ({cpu})".format(**f["machine"])
+    lines = [f"{sample}; engine {f['engine']}, {machine}"]
     for cache, scores in f["builds"].items():
         rows: list[tuple[str, ...]] = [(f"builds, {cache} cache", "files/s", "range", "rounds")]
         rows.extend(
             (f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), str(x["rounds"])) for x in scores
         )
         lines += ["", aligned(rows), *(f"{x['name']}: {x['failure'][:90]}" for x in scores if x["failure"])]
-    verdict = f"{f['verified']['verdict']}, with the same bytes as the defaults"
-    stored = [f"stored for later builds in {f['path']}"] if "path" in f else []
-    lines += ["", *f["notes"], f"sample built with the recommended settings: {verdict}"]
-    return "\n".join([*lines, f"{f['seconds']:.1f} s; {f['advice']}", *stored])
+    lines += [
+        "",
+        *f["notes"],
+        f"sample built with the recommended settings: {f['verified']['verdict']}, with the same bytes as the defaults",
+        f"{f['seconds']:.1f} s; {f['advice']}",
+        *([f"stored for later builds in {f['path']}"] if "path" in f else []),
+    ]
+    return "\n".join(lines)
 
 # %% ../../../nbs/extras/machine/bench.ipynb #2d74a1c9
 def tune_plot(

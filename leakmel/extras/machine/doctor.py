@@ -19,24 +19,22 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from leakmel.core.errors import DataError, missing_remedy, show_path
 from leakmel.core.locks import lock_kind
 from leakmel.core.monitor import cgroup_limits, cpu_quota, free_memory, usable_cores, wsl_version
 from leakmel.core.progress import size_text
 
-if TYPE_CHECKING:
-    from packaging.specifiers import SpecifierSet
-
 # %% ../../../nbs/extras/machine/doctor.ipynb #13ba1f9e
 Figures = dict[str, Any]  # keys as in FIGURES; None: not known
 
 
-def requirements(extra: str = "") -> "dict[str, SpecifierSet]":
+def requirements(extra: str = "") -> dict[str, SpecifierSet]:
     "Return the version range of each package that leakmel needs, or that an extra adds."
-    from packaging.requirements import Requirement
-
     found = map(Requirement, metadata.requires("leakmel") or ())
     return {
         r.name: r.specifier for r in found if (r.marker.evaluate({"extra": extra}) if r.marker else not extra)
@@ -61,11 +59,9 @@ def measure_packages(extra: str = "", load: bool = False) -> Figures:
 
 def measure_python() -> Figures:
     "Compare the version of Python with the minimum version."
-    from packaging.specifiers import SpecifierSet
-
     wanted, version = SpecifierSet(metadata.metadata("leakmel")["Requires-Python"]), platform.python_version()
-    is_right = wanted.contains(version, prereleases=True)
-    return {"versions": {"python": version}, "wrong": {} if is_right else {"python": f"{wanted} is needed"}}
+    wrong = {} if wanted.contains(version, prereleases=True) else {"python": f"{wanted} is needed"}
+    return {"versions": {"python": version}, "wrong": wrong}
 
 # %% ../../../nbs/extras/machine/doctor.ipynb #31ffdabc
 def measure_memory() -> Figures:
@@ -234,8 +230,8 @@ def measure_choice(folder: Path) -> Figures:
     from leakmel.mel.spec import MelSpec
 
     has_gpu = may_have_cuda()
-    tuned = find_tuned(folder) or {}
-    found = engine_costs(MelSpec.preset("disjoint"), has_gpu=True, rates=tuned.get("rates"))
+    rates = (find_tuned(folder) or {}).get("rates")
+    found = engine_costs(MelSpec.preset("disjoint"), has_gpu=True, rates=rates)
     costs = {(c.engine, c.device): c for c in found}
     size = break_even(costs["cpu", "cpu"], costs["triton", "cuda"]) if has_gpu else math.inf
     return {
