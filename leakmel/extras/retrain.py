@@ -895,23 +895,15 @@ def retrain(
                 warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=2)
             scores = scored(class_scores, holder, new, "predicting")
             selection, again = choose_items(holder, parts, scores, human_labels, earlier, rules, number)
-            facts = {
-                "number": number,
-                "stamps": stamps,
-                "rules": asdict(rules),
-                "settings": json.loads(json.dumps(asdict(own))),
-                **items_record(parts, holder.task, selection, again),
-            }
+            facts = {"number": number, "stamps": stamps, "rules": asdict(rules)}
+            facts["settings"] = json.loads(json.dumps(asdict(own)))
+            facts |= items_record(parts, holder.task, selection, again)
             if lineage is None:
                 lineage = files.Lineage((save_champion(folder, 0, holder),), digest)
                 files.write_lineage(folder, lineage)
             taught = np.where(selection.kept, selection.classes[:, None], LEFT_OUT)
-            items = SegmentSubset(
-                [(new, taught), (parts["replay"], again)],
-                holder.task,
-                preload_to_ram=own.preload_to_ram,
-                progress=show,
-            )
+            sources = [(new, taught), (parts["replay"], again)]
+            items = SegmentSubset(sources, holder.task, preload_to_ram=own.preload_to_ram, progress=show)
             challenger = fine_tune(
                 holder,
                 items,

@@ -717,6 +717,27 @@ def _train(trial: Trial, s: _Search) -> tuple[Trial, Exception | None]:
     }
     return replace(trial, **figures | ended), error
 
+# %% ../../nbs/extras/search.ipynb #5e7c0a11
+def _check_numbers(numbers: Mapping[str, Any]) -> None:
+    "Check that counts are whole numbers from 0, and from 1 for trials; hours may be None."
+    for name, value in numbers.items():
+        kinds = (int, float, type(None)) if name == "hours" else (int,)
+        if type(value) not in kinds or (value is not None and not int(name == "trials") <= value < math.inf):
+            raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
+
+
+def _settings_of_networks(settings: TrainSettings | None) -> TrainSettings:
+    "Return the settings of a search, which trains networks."
+    if settings is not None and settings.detector not in ("auto", "cnn"):
+        raise UsageError(
+            "a search trains networks only",
+            code="wrong-value",
+            found=f"detector {settings.detector!r}",
+            expected="detector 'cnn', or 'auto' to leave it open",
+            remedy="train this kind without a search (leakmel train)",
+        )
+    return replace(settings or TrainSettings(), detector="cnn")
+
 # %% ../../nbs/extras/search.ipynb #e7e1055d
 def search(
     training: state.Sources,  # training data sets; with `split` all data sets that the split divides
@@ -749,20 +770,9 @@ def search(
     pruning = {"prune_after": prune_after, "prune_epochs": prune_epochs}
     if resume not in RESUME:
         raise UsageError("unknown resume", code="unknown-value", found=resume, expected=", ".join(RESUME))
-    for name, value in {"trials": trials, "again": again, **pruning, "hours": hours}.items():
-        kinds = (int, float, type(None)) if name == "hours" else (int,)
-        if type(value) not in kinds or (value is not None and not int(name == "trials") <= value < math.inf):
-            raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
+    _check_numbers({"trials": trials, "again": again, **pruning, "hours": hours})
     began = time.monotonic()
-    base = replace(settings or TrainSettings(), detector="cnn")
-    if settings is not None and settings.detector not in ("auto", "cnn"):
-        raise UsageError(
-            "a search trains networks only",
-            code="wrong-value",
-            found=f"detector {settings.detector!r}",
-            expected="detector 'cnn', or 'auto' to leave it open",
-            remedy="train this kind without a search (leakmel train)",
-        )
+    base = _settings_of_networks(settings)
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     searched = read_space(space, base)
     folder = user_path(out)

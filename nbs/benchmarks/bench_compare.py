@@ -481,7 +481,7 @@ def ratio_of_rounds(
     return spread(
         [
             one["files_per_s"] / base["files_per_s"]
-            for one, base in zip(entry["rounds"][setting], other["rounds"][setting])
+            for one, base in zip(entry["rounds"][setting], other["rounds"][setting], strict=False)
         ]
     )
 

@@ -368,9 +368,9 @@ def front_table(
             continue
         rates = [_measured(figures, name, f"{g}, warm", "files_per_s") for g in figures["settings"]]
         rows.append([name, *("-" if rate is None else f"{rate['median']:,.0f}" for rate in rates)])
-    widths = [max(map(len, column)) for column in zip(*rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     ]
     notes = ["; ".join(geometry_words(figures, g) for g in figures["settings"])]
@@ -390,7 +390,8 @@ def rate_figure(
             *(
                 (_measured(figures, n, f"{g}, warm", "files_per_s"), _beside(figures, n, f"{g}, warm"))
                 for n in names
-            )
+            ),
+            strict=True,
         )
         panels.append(
             Panel(

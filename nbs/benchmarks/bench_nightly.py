@@ -240,7 +240,7 @@ def matched_visits(networks: Sequence[Network], values: Sequence[np.ndarray], ra
     "Visits by the lowest threshold whose rate of false visits is at most a given one, on the same networks: as good as it can be chosen."
 
     def visits(threshold: float) -> list[Visits]:
-        return [visits_of_threshold(n, x, threshold) for n, x in zip(networks, values)]
+        return [visits_of_threshold(n, x, threshold) for n, x in zip(networks, values, strict=True)]
 
     steps = np.unique(np.concatenate([x[np.isfinite(x)] for x in values]))
     low, high = 0, len(steps)  # the rate falls with the threshold, but for the rest of four weeks
@@ -495,7 +495,7 @@ def nightly_figure(record: dict[str, Any]) -> Any:
     import plotly.graph_objects as go
 
     fig = go.Figure()
-    for (kind, name), colour in zip(WAYS.items(), ("#1F82C6", "#009E73", "#D55E00")):
+    for (kind, name), colour in zip(WAYS.items(), ("#1F82C6", "#009E73", "#D55E00"), strict=True):
         rows = [row[kind] for row in record["visits"]["rows"]]
         share = [100 * r["within"]["14"]["share"] for r in rows]
         low, high = np.array([r["within"]["14"]["interval"] for r in rows]).T * 100

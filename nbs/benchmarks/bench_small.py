@@ -69,7 +69,7 @@ def _gas(source: Path, work: Path) -> tuple[Path, list[Row]]:
     tables = [
         (source / "data" / "data_v1" / name).read_text().splitlines() for name in ("data.csv", "label.csv")
     ]
-    for k, (line, label) in enumerate(zip(*tables)):
+    for k, (line, label) in enumerate(zip(*tables, strict=True)):
         x = np.array(line.split(","), np.float64)
         soundfile.write(root / f"{k:04d}.wav", (x - x.mean()) / 1500, 4096, subtype="PCM_16")
         condition = int(label)
@@ -284,7 +284,7 @@ def small_table(record: dict[str, Any]) -> str:
     if tasks:
         gaps = [t.detectors[kinds[-1]] - t.best for t in tasks]
         average = np.mean([[t.detectors[kinds[-1]], *t.baselines.values()] for t in tasks], 0)
-        others = ", ".join(f"{n} {v:.3f}" for n, v in zip(tasks[0].baselines, average[1:]))
+        others = ", ".join(f"{n} {v:.3f}" for n, v in zip(tasks[0].baselines, average[1:], strict=True))
         lines += [
             f"mean AUC of all tasks: {kinds[-1]} {average[0]:.3f}, {others}",
             f"{kinds[-1]} minus the best of three baselines of each task: mean {np.mean(gaps):+.3f}, worst {min(gaps):+.3f}",

@@ -182,7 +182,7 @@ def agreement(
     with Segments(str(path), level="recording") as rows:
         right = score_rows(detector, rows, device=device)
         names = [os.fsencode(n) for n in rows.sources[0].files["path"].iloc[rows.rows]]
-        expected = {name: row[:n] for name, row, n in zip(names, right, rows.segment_counts)}
+        expected = {name: row[:n] for name, row, n in zip(names, right, rows.segment_counts, strict=True)}
     p = lm.predict(root, detector, split="training", length="spec", device=device, progress="none")
     found = {s.path.partition(b"/")[2]: s.segment_scores for s in p.scored}  # without the folder of the split
     if {n: len(s) for n, s in found.items()} != {n: len(s) for n, s in expected.items()}:

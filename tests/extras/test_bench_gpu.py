@@ -17,6 +17,7 @@ import pytest
 import torch
 from bench_gpu import MEASURED_ENGINES, bench_gpu, gpu_table
 from bench_train import card_facts
+from each import each
 from errors import raises
 
 from leakmel.cli import main
@@ -263,7 +264,7 @@ def test_an_error_loses_only_its_own_figure(tmp_path, machine):
     assert "ERROR in A, torch: CUDA error" in gpu_table(figures)
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 3, 7, 14])
+@each("k", [0, 1, 2, 3, 7, 14])
 def test_record_of_a_killed_run_can_be_read(tmp_path, machine, k):
     "Whatever was measured by then is in it; it is not a result."
     n_stored = [0]

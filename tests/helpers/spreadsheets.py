@@ -63,7 +63,7 @@ def as_saved(rows: Sequence[Sequence[str]], d: Dialect, exact: Sequence[int] = (
     names, *others = [[*row, *[""] * (width - len(row))] for row in rows]
     names = [getattr(name, d.header)() for name in names]
     blanks = ["" if i in exact else d.blank for i in range(width)]
-    body = [[b + cell + b if cell else "" for b, cell in zip(blanks, row)] for row in others]
+    body = [[b + cell + b if cell else "" for b, cell in zip(blanks, row, strict=False)] for row in others]
     lines = [[d.blank + name + d.blank for name in names], *empty, *body, *empty]
     if d.cut:
         lines = [

@@ -23,6 +23,7 @@ from leakmel.core.errors import DataError, OutputError, UsageError, show_path
 from leakmel.core.files import write_whole
 from leakmel.detector.model.detector import Detector, required_spec
 from leakmel.detector.predict.predict import (
+    Predictions,
     ScoredRecording,
     ScoredRecordings,
     detector_of,
@@ -278,6 +279,20 @@ def _reasons(scored: ScoredRecordings, labelled: set[str], earlier: set[str]) ->
     }
     return np.select([np.array(x, bool) for x in holds.values()], list(holds), "")
 
+# %% ../../../nbs/extras/review/suggest.ipynb #5e7c0a12
+def _predicted(folder: str | os.PathLike, detector: Detector, **how: Any) -> Predictions:
+    "Return the predictions of a folder; raises DataError if all recordings were rejected."
+    done = predict(folder, detector, **how)
+    if not len(done):
+        first = done.rejections[0]
+        raise DataError(
+            "all recordings were rejected",
+            code="all-rejected",
+            path=done.folder,
+            found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
+        )
+    return done
+
 # %% ../../../nbs/extras/review/suggest.ipynb #su000011
 MAX_FEATURES = 4000  # recordings whose band statistics are computed
 
@@ -346,15 +361,7 @@ def suggest(
     read = [row for table in tables for _, row in table.records("path", "digest", "kind", "reason")]
     detector, named = detector_of(model)
     required_spec(detector)
-    done = predict(folder, detector, manifest=manifest, device=device, progress=progress)
-    if not len(done):
-        first = done.rejections[0]
-        raise DataError(
-            "all recordings were rejected",
-            code="all-rejected",
-            path=done.folder,
-            found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
-        )
+    done = _predicted(folder, detector, manifest=manifest, device=device, progress=progress)
     labelled |= set(match_texts(labelled, map(os.fsdecode, done.scored.paths)).values())
     reasons = _reasons(done.scored, labelled, {row["digest"] for row in read} - {""})
     is_open, is_labelled = reasons == "", np.isin(reasons, _LABELLED)
@@ -377,13 +384,11 @@ def suggest(
         per_sensor=per_sensor,
         seed=seed,
     )
-    rows = []
-    for i, kind, n_alike in chosen:
-        uncertain = f"{name} {place[i]:.2f}, threshold {threshold:.2f}"
-        rows.append(
-            _row(done.scored[i], kind, n_alike, uncertain)
-            | {"probability": float(probability[i]), "score": float(done.score[i])}
-        )
+    rows = [
+        _row(done.scored[i], kind, n_alike, f"{name} {place[i]:.2f}, threshold {threshold:.2f}")
+        | {"probability": float(probability[i]), "score": float(done.score[i])}
+        for i, kind, n_alike in chosen
+    ]
     suggestions = Suggestions(
         folder=done.folder,
         table=pd.DataFrame(rows, columns=list(SUGGESTION_COLUMNS)),
