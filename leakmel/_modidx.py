@@ -909,6 +909,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'leakmel/dataset/pipeline.py'),
                                           'leakmel.dataset.pipeline._recordings': ( 'dataset/pipeline.html#_recordings',
                                                                                     'leakmel/dataset/pipeline.py'),
+                                          'leakmel.dataset.pipeline._require_room': ( 'dataset/pipeline.html#_require_room',
+                                                                                      'leakmel/dataset/pipeline.py'),
                                           'leakmel.dataset.pipeline._run': ('dataset/pipeline.html#_run', 'leakmel/dataset/pipeline.py'),
                                           'leakmel.dataset.pipeline._start_parts': ( 'dataset/pipeline.html#_start_parts',
                                                                                      'leakmel/dataset/pipeline.py'),

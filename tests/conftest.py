@@ -63,6 +63,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if f"mark.{mark[1]}" not in collection_path.read_text(encoding="utf-8") else None
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` has chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     "Files that may take long come first: begun last, one of them would keep a single core busy at the end."
     weight = Counter[Path]()

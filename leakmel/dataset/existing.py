@@ -74,7 +74,7 @@ def _entry_of(body: dict[str, Any], n: int) -> np.ndarray:  # [k] KNOWN, numbers
     "Return the entry of a line for a listing of n files; raises ValueError, KeyError, TypeError or ArithmeticError if it is invalid."
     known = np.frombuffer(base64.b64decode(body["known"], validate=True), KNOWN)
     numbers = known["number"]
-    is_rising = (np.diff(numbers) > 0).all()  # so that no candidate comes twice
+    is_rising = (numbers[1:] > numbers[:-1]).all()  # so that no candidate comes twice
     if len(numbers) and not (is_rising and 0 <= numbers[0] <= numbers[-1] < n):
         raise ValueError("an entry names candidates that do not exist")
     if known["facts"]["encoding"].max(initial=0) >= len(ENCODINGS):
@@ -503,7 +503,8 @@ def open_existing(
             paths = f["files/path"][:].tolist()
             compressed = f[schema.ROWS].chunks is not None
     except (DataError, MemoryError, VerifyError) as e:
-        log.warning("%s cannot be updated and is rebuilt: %s: %s", target, type(e).__name__, e)
+        why = getattr(e, "found", None) or f"{type(e).__name__}: {e}"
+        log.warning("%s cannot be updated and is rebuilt: %s", target, why)
         return None
     n_rows, place = len(known), {path: i for i, path in enumerate([*paths, *(r.path for r in rejected)])}
     if len(stamps) != n_rows + len(rejected):

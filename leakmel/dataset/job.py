@@ -657,7 +657,9 @@ def open_jobs(
         ]
         if to_do := [target for target, job in zip(targets, finished, strict=True) if job is None]:
             shape = waveform_shape(run.spec) if run.request.with_waveforms else None
-            each = sum(part_bytes(run.spec.row_shape, shape))
+            each = sum(part_bytes(run.spec.row_shape, shape)) * (
+                1 + (run.request.config.compression == "gzip")
+            )
             partials = [target.path.with_name(f".{target.path.name}.partial") for target in to_do]
             n_rows = sum(len(target.listing) for target in to_do)
             require_space(partials[0].parent, each * n_rows - sum(map(allocated_bytes, partials)))

@@ -154,9 +154,13 @@ class Slot:
 @cache
 def decoders() -> dict[str, str]:
     "Return the versions of the packages that decode and resample."
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    return {name: version(name) for name in ("soundfile", "soxr", "numpy")}
+    found = dict.fromkeys(("soundfile", "soxr", "numpy"), "")
+    for name in found:
+        with suppress(PackageNotFoundError):  # of a machine with a GPU that has only what a build imports
+            found[name] = version(name)
+    return found
 
 # %% ../../nbs/dataset/loader.ipynb #0bae2906
 def rejected_dict(rejected: Rejected) -> dict[str, str]:

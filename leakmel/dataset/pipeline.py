@@ -29,7 +29,7 @@ import numpy as np
 import leakmel
 from leakmel.core import errors
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from leakmel.core.files import read_own_json, sealed_json, write_errors
+from leakmel.core.files import read_own_json, require_space, sealed_json, write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.operation import runs_folder, user_path
 from leakmel.core.progress import Progress
@@ -38,13 +38,14 @@ from leakmel.core.timeline import Span, Timeline, merge_lanes
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.existing import read_state, recordings_digest
 from leakmel.dataset.inputs import SpecLike, Target, checked_inputs, listing_of_split
-from leakmel.dataset.job import BuildRequest, Parts
+from leakmel.dataset.job import BuildRequest, Parts, waveform_shape
 from leakmel.dataset.loader import BadFilesError, decoders
 from leakmel.dataset.modes import Preloaded
 from leakmel.dataset.publish import BuildResult, earlier_result
 from leakmel.dataset.reader import requested_spec
 from leakmel.dataset.schema import data_set_name, open_file
 from leakmel.dataset.targets import build_targets, list_for_build
+from leakmel.dataset.writer import allocated_bytes, part_bytes
 from leakmel.mel.engines import Engine, check_recording, open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings.conform import to_rate
@@ -567,6 +568,14 @@ def build_on_cluster(
         return _build_parts(request, manifest, targets, cluster, timeline, listed_s)
 
 
+def _require_room(path: Path, n: int, request: BuildRequest, spec: MelSpec) -> None:
+    "Check that there is room for the parts and the data set, which hold the same rows until it is published; gzip writes them once more."
+    shape = waveform_shape(spec) if request.with_waveforms else None
+    n_bytes = (2 + (request.config.compression == "gzip")) * n * sum(part_bytes(spec.row_shape, shape))
+    there = [path.with_name(f".{path.name}.partial"), *parts_folder(path).iterdir()]
+    require_space(path.parent, n_bytes - sum(map(allocated_bytes, there)))
+
+
 def _build_parts(
     request: BuildRequest,
     manifest: Manifest,
@@ -591,6 +600,7 @@ def _build_parts(
             whole = replace(manifest, listings=(listing,))
             plan = _start_parts(whole, path, spec, request, wanted)
             own = replace(request, progress="none", fresh=False, stop_file=parts_folder(path) / stop)
+            _require_room(path, n, request, spec)
             left[path] = n_parts = int(plan["n_parts"])
             calls += [(own, whole.part(k, n_parts), path, plan, n_together) for k in range(1, n_parts + 1)]
             names += [f"leakmel-part-{listing.split.lower() or 'all'}-{k}" for k in range(1, n_parts + 1)]

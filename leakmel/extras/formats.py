@@ -24,7 +24,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-import pandas as pd
 
 from leakmel.core import export
 from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
@@ -165,13 +164,17 @@ def mel_block(source: ExportSource, start: int, stop: int) -> np.ndarray:  # [n,
 def file_schema(source: ExportSource) -> Any:  # pyarrow.Schema; raises MissingPackageError
     "Return the types of the table of recordings."
     pa = export.require_package("pyarrow")
-    kinds = {
-        name: pa.from_numpy_dtype(values.dtype) if isinstance(values, np.ndarray) else pa.string()
-        for name, values in columns_of(source, 0, 0).items()
-    }
-    coded = pa.dictionary(pa.int32(), pa.string())
-    times = {"start_time": pa.timestamp("us"), "start_utc_offset_s": pa.int32()}
-    return pa.schema(kinds | {"split": coded, "label": coded} | times)
+    coded, text = pa.dictionary(pa.int32(), pa.string()), pa.string()
+    fields = {"row": pa.int64(), "split": coded, "label": coded, "label_id": pa.int16()}
+    fields |= dict.fromkeys(("path", "path_base64", "row_digest"), text)
+    for name in column_names(source.data):
+        kind = source.data.file[f"files/{name}"].dtype
+        fields[name] = text if kind.kind == "S" else pa.from_numpy_dtype(kind.newbyteorder("="))
+        if name == "silent":
+            fields[name] = pa.bool_()
+        elif name == "start_time":
+            fields |= {name: pa.timestamp("us"), "start_utc_offset_s": pa.int32()}
+    return pa.schema(list(fields.items()))
 
 # %% ../../nbs/extras/formats.ipynb #f05d0008
 _SHOWN = 20  # problems, codes and groups that are listed
@@ -205,30 +208,40 @@ def _report_facts(path: Path) -> dict[str, Any]:  # of the data set
 
 
 GROUPS = ("sensor", "session", "folder")  # columns whose values are groups of recordings
-_COUNTED = [
-    *GROUPS,
-    *("label", "status", "sample_rate", "n_samples", "start_time", "rms_db", "silent", "clipped_share"),
-]
 
 
 def _column_facts(source: ExportSource) -> dict[str, Any]:
     "Return counts over the columns, which are read page by page."
-    pages = [pd.DataFrame(page, columns=_COUNTED) for page in column_pages(source)]
-    empty = pd.DataFrame(columns_of(source, 0, 0), columns=_COUNTED)
-    table = pd.concat(pages or [empty], ignore_index=True)
-    grouped = {name: table[table[name] != ""] for name in GROUPS}
-    level = table["rms_db"][np.isfinite(table["rms_db"])].astype(float)
-    times = table["start_time"][table["start_time"] != ""]
+    groups = {name: set[tuple[str, str]]() for name in GROUPS}  # and the label
+    status = Counter[str]()
+    rates = Counter[int]()
+    level = [np.zeros(0)]
+    sums = Counter(silent=0, clipped=0)
+    times: list[str] = []
+    seconds = 0.0
+    for page in column_pages(source):
+        for name, found in groups.items():
+            found.update(
+                (group, label) for group, label in zip(page[name], page["label"], strict=True) if group
+            )
+        status.update(page["status"])
+        rates.update(page["sample_rate"].tolist())
+        level.append(page["rms_db"][np.isfinite(page["rms_db"])])
+        known = [t for t in page["start_time"] if t]
+        times = [min(known + times[:1]), max(known + times[1:])] if known else times
+        sums.update(silent=int(page["silent"].sum()), clipped=int((page["clipped_share"] > 0).sum()))
+        seconds += float((page["n_samples"] / np.maximum(1, page["sample_rate"])).sum())
     return {
-        "groups": {n: t.groupby("label")[n].nunique().to_dict() for n, t in grouped.items() if len(t)},
-        "n_groups": {name: t[name].nunique() for name, t in grouped.items()},
-        "changed": table["status"][table["status"] != "ok"].value_counts().to_dict(),
-        "sample_rates": table["sample_rate"].value_counts().head(_SHOWN).to_dict(),
-        "hours": float((table["n_samples"] / table["sample_rate"].clip(lower=1)).sum()) / 3600,
-        "times": [times.min(), times.max()] if len(times) else [],
-        "rms_db": np.percentile(level, (5, 50, 95)).round(1).tolist() if len(level) else [],
-        "silent": int(table["silent"].sum()),
-        "clipped": int((table["clipped_share"] > 0).sum()),
+        "groups": {name: Counter(label for _, label in found) for name, found in groups.items() if found},
+        "n_groups": {name: len({group for group, _ in found}) for name, found in groups.items()},
+        "changed": {name: n for name, n in status.most_common() if name != "ok"},
+        "sample_rates": dict(rates.most_common(_SHOWN)),
+        "hours": seconds / 3600,
+        "times": times,
+        "rms_db": np.percentile(np.concatenate(level), (5, 50, 95)).round(1).tolist()
+        if any(map(len, level))
+        else [],
+        **sums,
     }
 
 

@@ -36,7 +36,6 @@ from leakmel.detector.model.files import model_file, require_kind
 from leakmel.detector.model.spectral import SpectralClassifier
 from leakmel.detector.predict.predict import predict
 from leakmel.detector.predict.scoring import find_recordings, label_in
-from leakmel.mel.engines import check_recording
 from leakmel.mel.spec import MelSpec, hann_periodic
 from leakmel.recordings.conform import even_step
 from leakmel.recordings.demo import write_wav
@@ -444,11 +443,20 @@ def divide_recordings(
 
 
 def write_synthetic(folder: Path, spec: MelSpec) -> None:
-    "Write 16 synthetic signals: the recording by which engines check themselves, at levels 4.5 dB apart, shifted from one to the next."
-    signal = check_recording(spec)[0]
-    for k, gain in enumerate(np.geomspace(4e-4, 1, 16)):
-        samples = np.roll(signal, k * len(signal) // 16) * gain
-        write_wav(folder / f"{k:02d}.wav", samples.round().astype(np.int16), spec.sample_rate)
+    "Write 16 synthetic signals, the same each time: noise of many levels and colours, tones, knocks, silence, and one that is clipped."
+    rng = np.random.default_rng(0)
+    t = np.arange(spec.n_samples) / spec.sample_rate
+    for k in range(16):
+        width = k + 1 if k % 2 else 1
+        x = np.convolve(rng.normal(0, 1, spec.n_samples), np.ones(width) / width, "same")
+        x *= 10.0 ** rng.uniform(-4, -0.5)
+        if k % 3 == 0:
+            x += 0.1 * np.sin(2 * np.pi * spec.sample_rate * rng.uniform(0.01, 0.4) * t)
+        if k % 5 == 0:
+            x[rng.integers(0, spec.n_samples, 8)] += 0.5
+        x *= {14: 0.0, 15: 100.0}.get(k, 1.0)
+        samples = (np.clip(x, -1, 1) * 32_767).astype(np.int16)
+        write_wav(folder / f"{k:02d}.wav", samples, spec.sample_rate)
 
 # %% ../../nbs/extras/onnx.ipynb #0d000006
 TOLERANCE = 1e-3  # of scores and probabilities

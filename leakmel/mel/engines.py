@@ -346,7 +346,8 @@ def _open_on_devices(name: str, spec: MelSpec, options: DeviceOptions | None) ->
         raise
     except EngineError as e:
         why = e.with_traceback(None)
-    n_devices = import_module("torch").cuda.device_count()
+    cuda = import_module("torch").cuda
+    n_devices = cuda.device_count() if cuda.is_available() else 0
     groups: dict[str, list[str]] = {}  # numbers by identity: what gives the same bits
     for k in map(str, range(n_devices if n_devices > 1 else 0)):
         try:

@@ -565,6 +565,10 @@ class Search(WithTraining):
     data: str | None = option(positional=True)
     # folder of the search: trials.csv, the best model (model.pt), summary.json, figures; an interrupted search in this folder is resumed
     out: str | None = option(metavar="DIR")
+    # validation set, on which trials are compared (default: the one in the folder)
+    validation: str | None = option(None, metavar="FILE")
+    # as for leakmel train: split all recordings again by this column; the test split is not read
+    group: str | None = None
     # settings to vary, as JSON or a JSON file: '{"learning_rate": [0.001, 0.01], "batch_size": {"choices": [128, 256]}}' (default: ten settings
     # in their usual ranges)
     space: str | None = option(None, metavar="JSON")

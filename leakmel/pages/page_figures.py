@@ -214,9 +214,10 @@ def png_bytes(
 # %% ../../nbs/pages/page_figures.ipynb #c2c5c9cf
 @cache
 def _template(text: str) -> Any:
-    from jinja2 import Environment
+    from jinja2 import Environment, StrictUndefined
 
-    return Environment(autoescape=True, keep_trailing_newline=True).from_string(text)
+    environment = Environment(autoescape=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    return environment.from_string(text)
 
 
 def filled(

@@ -62,7 +62,7 @@ class Decision:
     note: str = ""
 
     def __post_init__(self) -> None:
-        others = [x for x in astuple(self) if not isinstance(x, str)]
+        others = [x for x in (getattr(self, name) for name in LABELS_COLUMNS) if not isinstance(x, str)]
         if others:
             raise _invalid("all cells must be text", others[0])
         texts = (self.label, self.by, self.note)

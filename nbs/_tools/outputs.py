@@ -8,9 +8,12 @@ import asyncio
 import base64
 import copy
 import hashlib
+import json
 import os
 import re
+import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,12 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "nbs"
 STORED = ("core", "recordings", "mel", "dataset", "pages", "detector", "extras", "operations")  # folders
 PAGES = ("guides", "tutorials", "explanations")
-NEEDS = {"mel/triton_kernel": "triton"}  # notebooks that need more than the development environment has
+RESULTS = "out*.ipynb"  # of papermill
+NEEDS = {"mel/triton_kernel": ["triton"]}  # packages that the development environment lacks
 DIGEST = "outputs_of"  # in the notebook's metadata: digest of the code that made the outputs
 PICTURE_BYTES, DATA_BYTES, HTML_BYTES, TEXT_BYTES = 60_000, 30_000, 20_000, 10_000  # at most
 PLOTLY = "application/vnd.plotly.v1+json"
 PICTURES = ("image/png", "image/jpeg")
 VARYING = r"0x[0-9a-f]{6,}|\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d"  # addresses and times, in texts
+_ONE_BROWSER = threading.Lock()
 _NOT_STARTED = ("Kernel didn't respond", "Kernel died before replying")  # no cell was executed
 
 
@@ -49,10 +54,9 @@ def is_skipped(cell: nbformat.NotebookNode) -> bool:
 def stored_notebooks(root: Path = ROOT) -> list[Path]:
     "The notebooks whose outputs are stored, and whose requirements are installed."
     found = [p for folder in (*STORED, *PAGES) for p in sorted((root / "nbs" / folder).rglob("*.ipynb"))]
-    names = {
-        p: p.relative_to(root / "nbs").with_suffix("").as_posix() for p in found if p.name[0] not in "._"
-    }
-    return [p for p, name in names.items() if name not in NEEDS or find_spec(NEEDS[name])]
+    names = {p: p.relative_to(root / "nbs").with_suffix("") for p in found if not p.match(RESULTS)}
+    sources = {p: name for p, name in names.items() if not any(part[0] in "._" for part in name.parts)}
+    return [p for p, name in sources.items() if all(map(find_spec, NEEDS.get(name.as_posix(), ())))]
 
 
 def code_digest(notebook: nbformat.NotebookNode) -> str:
@@ -89,23 +93,29 @@ def run_cells(notebook: nbformat.NotebookNode, folder: Path) -> None:
 
 
 def without_local_paths(text: str) -> str:
-    "Shorten paths below this checkout, temporary folders and the home folder: a page does not tell where it was made."
+    "Shorten paths below this checkout, temporary folders, the interpreter and the home folder: a page does not tell where it was made."
     temporary = re.escape(tempfile.gettempdir()) + r"/tmp\w{8}"
-    text = re.sub(rf"(?:{re.escape(str(ROOT))}|{temporary})/(?=\w)", "", text)
-    text = re.sub(rf"{re.escape(str(ROOT))}|{temporary}", ".", text)
-    return re.sub(rf"(?<![\w/.]){re.escape(str(Path.home()))}(?=/)", "~", text)
+    here = rf"(?<![\w/.])(?:{re.escape(str(ROOT))}|{temporary})(?![\w-])"
+    text = text.replace(sys.executable, "python")
+    text = re.sub(rf"{here}/(?=\w)", "", text)
+    text = re.sub(here, ".", text)
+    home = str(Path.home()).rstrip("/")
+    return re.sub(rf"(?<![\w/.]){re.escape(home)}(?=/)", "~", text) if home else text
+
+
+def without_paths(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    "An output with shorter paths."
+    return nbformat.from_dict(json.loads(without_local_paths(json.dumps(output, ensure_ascii=False))))
 
 
 def picture_of(figure: dict[str, Any]) -> dict[str, str]:
-    "A figure as an image in Base64, smaller where it is too large; empty if no browser is there to draw it."
+    "A figure as an image in Base64, smaller where it is too large; empty if it does not become small enough."
     import plotly.graph_objects as go
 
     height = figure["layout"].get("height") or 380
     for kind, width in (("png", 800), ("jpeg", 800), ("png", 560), ("jpeg", 560)):
-        try:
+        with _ONE_BROWSER:
             drawn = go.Figure(figure).to_image(kind, width=width, height=height * width // 800)
-        except RuntimeError:  # no Chromium
-            return {}
         if len(drawn) <= PICTURE_BYTES:
             return {f"image/{kind}": base64.b64encode(drawn).decode()}
     return {}
@@ -135,8 +145,12 @@ def text_output(output: nbformat.NotebookNode) -> nbformat.NotebookNode | None:
 
 
 def store_outputs(path: Path) -> tuple[int, int]:
-    "Run a notebook twice and store what it shows; return the numbers of outputs that are stored and of those that differ between the runs."
-    notebook = nbformat.read(path, as_version=4)
+    """Run a notebook twice and store what it shows; return the numbers of outputs that are stored and of those that differ between the runs.
+
+    Raises RuntimeError without a Chromium for figures, or if the notebook was saved meanwhile.
+    """
+    before = path.read_bytes()
+    notebook = nbformat.reads(before.decode(), as_version=4)
     runs = [copy.deepcopy(notebook) for _ in range(2)]
     for run in runs:
         run_cells(run, path.parent)
@@ -159,9 +173,13 @@ def store_outputs(path: Path) -> tuple[int, int]:
             if kept is not None:
                 cell.outputs.append(kept)
                 n_stored += 1
+        cell.outputs = list(map(without_paths, cell.outputs))
     notebook.metadata[DIGEST] = code_digest(notebook)
-    text = without_local_paths(nbformat.writes(notebook))
-    path.write_text(text, encoding="utf-8")
+    if path.read_bytes() != before:
+        raise RuntimeError(f"{path} was saved while it ran; repeat `make export`")
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(nbformat.writes(notebook), encoding="utf-8")
+    new.replace(path)
     return n_stored, n_varying
 
 

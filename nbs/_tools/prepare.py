@@ -205,12 +205,8 @@ def formulas(text: str) -> str:
 
 def missing_package_note(name: str) -> str:
     "A sentence on what a library notebook needs and is not installed here; empty where all is there."
-    package = NEEDS.get(name, "")
-    return (
-        f"Not executed: {package} was not installed where this page was made."
-        if package and not find_spec(package)
-        else ""
-    )
+    package = ", ".join(p for p in NEEDS.get(name, ()) if not find_spec(p))
+    return f"Not executed: {package} was not installed where this page was made." if package else ""
 
 
 _ONE_AT_A_TIME = threading.Lock()

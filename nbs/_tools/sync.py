@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from outputs import outdated, store_all, stored_notebooks
+from outputs import RESULTS, outdated, store_all, stored_notebooks
 from readme import write_readme
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +25,6 @@ KEPT = (
     "pyproject.toml",
     "README.md",
 )  # what an export reads or writes
-# Results of runs stay as papermill left them: cleaning would take its record away.
-RESULTS = "out*.ipynb"
 # Run notebooks that `leakmel init` copies into a working folder: they need the package only. Their copies are installed with it.
 SHIPPED = (
     "start",

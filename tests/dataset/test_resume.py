@@ -706,6 +706,7 @@ def journal_forged(target: Path) -> None:
     forgeries: list[dict[str, Any]] = [
         {"known": claimed(-3, -2)},
         {"known": claimed(0, 1 << 60)},
+        {"known": claimed(1, -(2**63), -1, 5)},  # their differences overflow
         {"known": "A"},
         {"known": 7},
         {"known": claimed(1, encoding=255)},

@@ -537,11 +537,8 @@ class Segments(AbstractContextManager["Segments"]):
         for i in at[(at < 0) | (at >= len(self))]:
             raise IndexError(f"item {i} does not exist: the data set has {len(self)} items")
         numbers = torch.from_numpy(at)
-        x = (
-            torch.from_numpy(self.read(at))
-            if self.preloaded is None
-            else self.preloaded.index_select(0, numbers)
-        )
+        held = self.preloaded
+        x = torch.from_numpy(self.read(at)) if held is None else held.index_select(0, numbers)
         return Batch(x, torch.from_numpy(self.labels[self.recording_of(at)]), numbers)
 
     def read(

@@ -99,13 +99,18 @@ def commit() -> dict[str, Any]:
     "Return the commit of the package's checkout and whether it was changed since; None where there is no git."
     here = Path(__file__).resolve().parent if "__file__" in globals() else Path.cwd()
 
-    words = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--", ":/leakmel"]
-    lines = list[str]()
-    with suppress(OSError), start_process(words, here, stdout=PIPE, stderr=DEVNULL, text=True) as process:
-        lines = process.communicate()[0].splitlines()
-    heads = [line.removeprefix("# branch.oid ") for line in lines if line.startswith("# branch.oid ")]
-    changed = any(not line.startswith("#") for line in lines)
-    return {"commit": heads[0], "changed": changed} if heads else {"commit": None, "changed": None}
+    def git(*words: str) -> str | None:
+        with (
+            suppress(OSError),
+            start_process(["git", *words], here, stdout=PIPE, stderr=DEVNULL, text=True) as process,
+        ):
+            text = process.communicate()[0].strip()
+            return None if process.returncode else text
+        return None
+
+    # from the top of the checkout
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", ":/leakmel")
+    return {"commit": git("rev-parse", "HEAD"), "changed": None if changes is None else bool(changes)}
 
 
 def record_head(suite: str) -> dict[str, Any]:

@@ -21,9 +21,6 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any, NamedTuple
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-
 from leakmel.core.errors import DataError, missing_remedy, show_path
 from leakmel.core.locks import lock_kind
 from leakmel.core.monitor import cgroup_limits, cpu_quota, free_memory, usable_cores, wsl_version
@@ -33,8 +30,10 @@ from leakmel.core.progress import size_text
 Figures = dict[str, Any]  # keys as in FIGURES; None: not known
 
 
-def requirements(extra: str = "") -> dict[str, SpecifierSet]:
+def requirements(extra: str = "") -> dict[str, Any]:  # name -> SpecifierSet
     "Return the version range of each package that leakmel needs, or that an extra adds."
+    from packaging.requirements import Requirement
+
     found = map(Requirement, metadata.requires("leakmel") or ())
     return {
         r.name: r.specifier for r in found if (r.marker.evaluate({"extra": extra}) if r.marker else not extra)
@@ -59,9 +58,11 @@ def measure_packages(extra: str = "", load: bool = False) -> Figures:
 
 def measure_python() -> Figures:
     "Compare the version of Python with the minimum version."
+    from packaging.specifiers import SpecifierSet
+
     wanted, version = SpecifierSet(metadata.metadata("leakmel")["Requires-Python"]), platform.python_version()
-    wrong = {} if wanted.contains(version, prereleases=True) else {"python": f"{wanted} is needed"}
-    return {"versions": {"python": version}, "wrong": wrong}
+    is_right = wanted.contains(version, prereleases=True)
+    return {"versions": {"python": version}, "wrong": {} if is_right else {"python": f"{wanted} is needed"}}
 
 # %% ../../../nbs/extras/machine/doctor.ipynb #31ffdabc
 def measure_memory() -> Figures:

@@ -304,7 +304,8 @@ def _schema(history: History, sql: str) -> Any:  # pyarrow.Schema; raises Missin
         "flags": pa.list_(pa.string()),
         "bands": pa.list_(pa.float64()),
     }
-    columns = history.db.execute(f"{sql} LIMIT 0").description
+    with history._errors():
+        columns = history.db.execute(f"{sql} LIMIT 0").description
     return pa.schema([(name, kinds.get(name, pa.float64())) for name, *_ in columns])
 
 

@@ -27,7 +27,7 @@ import pandas as pd
 import leakmel
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, OutputError, UsageError, show_path
-from leakmel.core.files import replacing, write_whole
+from leakmel.core.files import replacing
 from leakmel.core.store import LocalCopies
 from leakmel.dataset.schema import Rejected
 from leakmel.detector.model.card import evaluation_result, evaluation_text
@@ -691,9 +691,13 @@ def write_tables(done: NightlyRun, page: str) -> None:
         SENSORS_JSON: json.dumps(done.body, ensure_ascii=True) + "\n",
         VISITS_HTML: page,
     }
-    with ExitStack() as stack:  # all of them are on the disk before one of them is replaced
+    with ExitStack() as stack:
         for name, text in texts.items():
-            write_whole(stack.enter_context(replacing(done.state / name)), text)
+            new = stack.enter_context(replacing(done.state / name))
+            f = stack.enter_context(new.open("w", encoding="utf-8", errors="backslashreplace", newline=""))
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
 
 # %% ../../../nbs/extras/nightly/run.ipynb #2e361cc6
 def _clips(done: NightlyRun, paths: dict[str, bytes], detector: Detector) -> dict[str, Any]:

@@ -142,7 +142,8 @@ def parse_hongkong(name: re.Pattern[str], parts: Parts) -> NamedRecording | None
     columns, text = {"date": "-".join(date)} if date else {}, "/".join(map(squeezed, parts[:-1]))
     if "metal" in text:
         columns["material"] = "nonmetal" if "nonmetal" in text else "metal"
-    return NamedRecording(label_of_folders(parts[:-1]), group, columns)
+    label = label_of_folders(parts[:-1])
+    return NamedRecording("" if label == NOISE else label, group, columns)
 
 # %% ../../../nbs/extras/sets/catalogue.ipynb #57a21e95
 _MENDELEY = "https://data.mendeley.com/public-api/datasets"
