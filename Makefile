@@ -69,7 +69,8 @@ test: $(INSTALLED)-dev ## check that notebooks and package agree; run library no
 
 # What a change of the package seldom breaks, marked `site`, and what takes long, marked `slow`.
 test-site: export OMP_NUM_THREADS := 1
-test-site: $(INSTALLED)-dev ## guides as notebooks; slow tests; installation, documentation, pages in a browser, benchmarks
+test-site: $(INSTALLED)-dev ## guides, and slow cells of notebooks; slow tests; installation, documentation, pages in a browser, benchmarks
+	@grep -lr --include='*.ipynb' '"#| slow' $(LIBRARY:%=nbs/%) | xargs -P $(WORKERS) -n 1 $(BIN)/nbdev_test --flags slow --path
 	@printf 'nbs/%s\n' $(PAGES) | xargs -n 1 $(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)' --path
 	$(BIN)/python -m pytest -m '(site or slow) and not long' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

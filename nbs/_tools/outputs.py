@@ -48,7 +48,7 @@ def directives_of(cell: nbformat.NotebookNode) -> set[str]:
 
 def is_skipped(cell: nbformat.NotebookNode) -> bool:
     "Whether a cell is not to be executed."
-    return cell.cell_type == "code" and bool(directives_of(cell) & {"eval: false", "slow", "cuda"})
+    return cell.cell_type == "code" and bool(directives_of(cell) & {"eval: false", "cuda"})
 
 
 def stored_notebooks(root: Path = ROOT) -> list[Path]:

@@ -1,6 +1,6 @@
 """Write the pages of the site to _docs/source: notebooks with outputs, dressed, reference pages, the command line, the changelog.
 
-What nbdev's directives say is kept: `hide` drops a cell, `echo: false` its source, `export` folds it, `eval: false`, `slow` and `cuda` leave it unexecuted.
+What nbdev's directives say is kept: `hide` drops a cell, `echo: false` its source, `export` folds it, `eval: false` and `cuda` leave it unexecuted.
 Executed notebooks are kept in _docs/cache under a digest of everything they depend on, so a second run is quick.
 """
 

@@ -78,6 +78,7 @@ def ended() -> Owner:
 # ---- one holder
 
 
+@pytest.mark.slow
 def test_two_builders(tmp_path: Path, make_wav: Callable, code: str) -> None:
     "The second is refused and names the first; when the first was killed, the second builds."
     data, target = tmp_path / "data", tmp_path / "out" / "x.h5"
@@ -97,6 +98,7 @@ def test_two_builders(tmp_path: Path, make_wav: Callable, code: str) -> None:
     assert lm.verify(target, root=data, sample=None).ok
 
 
+@pytest.mark.slow
 def test_the_hdf5_library_needs_no_lock(
     tmp_path: Path, make_wav: Callable, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:

@@ -53,6 +53,7 @@ def test_parts_follow_the_body_and_add_up():
 # ---- size
 
 
+@pytest.mark.slow
 def test_all_spans_are_stored_and_samples_are_limited(tmp_path):
     timeline = Timeline()
     timeline.spans = [

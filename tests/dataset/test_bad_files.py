@@ -218,6 +218,7 @@ def test_max_rejected_applies_to_each_data_set(data: Path, tmp_path: Path) -> No
 # ---- the first one stops
 
 
+@pytest.mark.slow
 @each(
     ("worker_layout", "mode"),
     [

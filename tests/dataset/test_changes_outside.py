@@ -197,6 +197,7 @@ def label(file: Path, data: Path, skip: str = "") -> None:
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_table", [False, True])
 def test_labels_by_people_and_rejected_recordings(tmp_path, data, make_wav, with_table):
     "A recording that people labelled, and that is too short, is rejected for its length."

@@ -108,6 +108,7 @@ def test_rates_of_tune_replace_the_expected_ones(
     assert caught.value.code == "invalid-tuned-file"
 
 
+@pytest.mark.slow
 def test_an_update_keeps_the_engine_of_the_data_set(
     demo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -368,6 +368,7 @@ def test_machine_fault_while_the_spec_looks_at_the_data(tmp_path, data, old, mon
     assert str(data) in str(e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [
@@ -408,6 +409,7 @@ def test_engine_that_returns_nan_fails_the_build(tmp_path, data, old, monkeypatc
         fails(data, tmp_path, VerifyError, "not finite", code="wrong-rows", check=checked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "kind", "status"),
     [
@@ -433,6 +435,7 @@ def test_writing_fails_in_the_middle(tmp_path, data, old, monkeypatch, code, kin
     assert str(tmp_path / "out") in str(e)
 
 
+@pytest.mark.slow
 @ANY_LAYOUT
 @pytest.mark.parametrize("step", ["compact_rows", "finish", "sync", "publish"])
 def test_publishing_fails(tmp_path, data, old, monkeypatch, step):
@@ -569,6 +572,7 @@ def test_report_that_cannot_be_written_is_an_output_error(tmp_path, data):
         lm.build(data, out=tmp_path / "out" / "x.h5", **QUIET)
 
 
+@pytest.mark.slow
 @ANY_LAYOUT
 @pytest.mark.parametrize("lost", ["timeline", "report"])
 def test_full_disk_at_the_report_leaves_no_outdated_report(tmp_path, data, old, monkeypatch, lost):

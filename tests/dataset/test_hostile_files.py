@@ -347,6 +347,7 @@ def a_type_among_columns(f: h5py.File) -> None:
     f["files/mytype"] = np.dtype("f4")
 
 
+@pytest.mark.slow
 @each("strange", [a_group_among_digests, a_group_among_columns, a_type_among_columns])
 def test_an_object_that_is_no_column_is_reported(
     good: Path, tmp_path: Path, strange: Callable[[h5py.File], Any]
@@ -399,6 +400,7 @@ def test_metadata_digest_is_not_computed_past_a_link(good: Path, tmp_path: Path)
             schema.metadata_digest(f)
 
 
+@pytest.mark.slow
 def test_a_good_file_is_not_refused(good: Path, children: Server) -> None:
     for how in ("open", "legacy", "verify"):
         done = children.run(code=OPEN_OR_VERIFY.format(path=os.fspath(good), how=how))

@@ -379,6 +379,7 @@ def test_mels_are_the_same_bytes_with_and_without_waveforms(plain, waved):
                 np.testing.assert_array_equal(without[key], both[key])
 
 
+@pytest.mark.slow
 def test_two_builds_give_equal_bytes(recordings, plain, waved, tmp_path):
     for where, wanted in ((plain, False), (waved, True)):
         other = PipelineConfig(files_per_batch=2, read_workers=2, compute_workers=2, slots=5)
@@ -467,6 +468,7 @@ def test_memory_of_waveforms_does_not_depend_on_the_batch(tmp_path):
     assert len(set(digests.tolist())) == 1  # 64 times silence
 
 
+@pytest.mark.slow
 def test_waveforms_by_command_line_and_notebook(recordings, waved, plain, tmp_path, capsys):
     for given, right in ((["--with-waveforms"], waved), ([], plain)):
         assert (

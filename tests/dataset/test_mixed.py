@@ -75,6 +75,7 @@ def pattern(root: Path) -> list[str]:
 LAYOUTS = {f.__name__: f for f in (label_folders, splits, sessions, table, pattern)}
 
 
+@pytest.mark.slow
 @each("layout", LAYOUTS)
 def test_mixed_folder_is_built_by_default(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     root = tmp_path / "my recordings"

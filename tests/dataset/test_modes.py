@@ -278,6 +278,7 @@ def test_damaged_cache_file_is_replaced(tmp_path, mixed, own_cache, damage):
     assert "loaded" in build(mixed, tmp_path / "x.h5", "memmap").summary["mode_lines"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at",
     [0, pytest.param(12_345, marks=pytest.mark.long), pytest.param(100_000, marks=pytest.mark.long), 230_000],
@@ -330,6 +331,7 @@ def test_killed_cache_writer_leaves_no_cache_file(tmp_path, mixed, own_cache):
     assert [p.suffix for p in own_cache.iterdir()] == [SUFFIX]
 
 
+@pytest.mark.slow
 def test_two_processes_share_one_cache_file(tmp_path, mixed, own_cache):
     "Started together: one makes the file, the other waits and opens it; both data sets are the stream's."
     command = [
@@ -416,6 +418,7 @@ def test_wide_rows_larger_than_memory_fall_back_to_a_cache_file(tmp_path, make_w
     assert result.path.read_bytes() == build(tmp_path / "data", tmp_path / "y.h5", "stream").path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["no room", "disk full on the way", "a file for a folder"])
 def test_unusable_cache_folder_falls_back_to_streaming(tmp_path, mixed, own_cache, monkeypatch, trouble):
     plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()

@@ -215,6 +215,7 @@ def test_a_small_window_and_small_batches_give_the_same_bytes(url, whole, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_the_window_bounds_the_room_on_disk(url, tmp_path, monkeypatch, served):
     most = list[int]()
     monkeypatch.setattr(objects_module, "WINDOW_BYTES", 300_000)
@@ -483,6 +484,7 @@ def test_secrets_are_nowhere(url, tmp_path, capfd, caplog):
         assert str(tmp_path / "tmp").encode() not in text
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_build_that_waits_for_the_server(url, served, tmp_path, monkeypatch):
     reached, leave = threading.Event(), threading.Event()
 

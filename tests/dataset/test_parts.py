@@ -176,6 +176,7 @@ def test_parts_without_a_row(tmp_path):
     assert len(made.rejections) == 20
 
 
+@pytest.mark.slow
 def test_part_without_a_row_whose_recordings_change_is_read_again(tmp_path):
     write_demo(tmp_path / "d", n_files=30)
     paths = sorted((tmp_path / "d" / "TRAINING").rglob("*.wav"))
@@ -221,6 +222,7 @@ def test_recordings_that_change_before_the_join_are_read_again(tmp_path):
         assert list(ds.files["path"]) == list(other.files["path"])
 
 
+@pytest.mark.slow
 def test_a_damaged_row_of_a_part_is_computed_again(demo, whole, tmp_path):
     build_parts(demo, tmp_path / "x.h5", 3)
     part = finished_parts(parts_folder(tmp_path / "x.h5"), 3)[2]
@@ -432,6 +434,7 @@ def test_a_process_of_another_release_is_refused(demo, tmp_path, monkeypatch):
         build_part(demo, part=(2, 2), split="training", out=tmp_path / "x.h5", **QUIET)
 
 
+@pytest.mark.slow
 def test_a_join_without_the_engine_of_the_parts_copies_but_does_not_compute(
     demo, whole, tmp_path, monkeypatch
 ):
@@ -738,6 +741,7 @@ def test_an_interrupted_join_computes_no_row_again(demo, whole, tmp_path, monkey
     assert not parts_folder(target).exists()
 
 
+@pytest.mark.slow
 def test_parts_go_on_after_too_many_bad_files(demo, whole, tmp_path):
     target = tmp_path / "x.h5"
     build_parts(demo, target, 3)
@@ -749,6 +753,7 @@ def test_parts_go_on_after_too_many_bad_files(demo, whole, tmp_path):
     assert made.summary["copied_rows"] == made.rows
 
 
+@pytest.mark.slow
 def test_a_join_by_another_release_loses_no_row(demo, whole, tmp_path, monkeypatch):
     target = tmp_path / "x.h5"
     build_parts(demo, target, 3)
@@ -762,6 +767,7 @@ def test_a_join_by_another_release_loses_no_row(demo, whole, tmp_path, monkeypat
     assert made.summary["copied_rows"] == made.rows
 
 
+@pytest.mark.slow
 def test_parts_are_kept_on_request(demo, tmp_path):
     target = tmp_path / "x.h5"
     build_parts(demo, target, 3)
@@ -961,6 +967,7 @@ def test_wrong_rows_of_a_part_are_found_and_all_parts_can_be_built_again(demo, w
     assert on_a_thread(demo, tmp_path / "x.h5").path.read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_a_part_that_ends_early_while_it_is_copied_costs_no_other_part(demo, whole, tmp_path, monkeypatch):
     build_parts(demo, tmp_path / "x.h5", 3)
 
@@ -1052,6 +1059,7 @@ def test_an_existing_data_set_is_updated_without_the_cluster(tmp_path):
         assert lm.build(tmp_path / "d", spec={"n_mels": 32}, fresh=True, **options).summary["parts"] == 1
 
 
+@pytest.mark.slow
 @each("cluster", [3, object(), [], "tcp://127.0.0.1:1"])
 def test_what_is_no_cluster(demo, tmp_path, cluster, monkeypatch):
     if isinstance(cluster, str):

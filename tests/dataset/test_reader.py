@@ -245,6 +245,7 @@ def test_legacy_files_need_only_rows_labels_and_names(tmp_path, without):
                 _ = ds.config
 
 
+@pytest.mark.slow
 @each("without", ["segments_mel", "labels", "labels_json"])
 def test_legacy_file_names_the_missing_part(tmp_path, without):
     path = legacy_file(tmp_path / "old.h5", without=(without,))
@@ -325,6 +326,7 @@ def test_current_file_opens_as_legacy_file(built):
 # ---- waveforms
 
 
+@pytest.mark.slow
 def test_waveforms_where_the_data_set_has_them(built, tmp_path):
     root = built.parent / "data"
     path = lm.build(root, split="training", out=tmp_path / "w.h5", with_waveforms=True, progress="none").path

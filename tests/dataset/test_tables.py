@@ -206,6 +206,7 @@ def test_a_table_whose_columns_all_have_other_names(made, delimiter):
     assert set(m.table["sensor"]) == {"P0", "P1", "P2"}
 
 
+@pytest.mark.slow
 def test_the_files_of_a_data_set_with_labels_by_people_are_a_table(made):
     labels = made / "labels.csv"
     for path in sorted((made / "data").glob("*.wav")):
@@ -260,6 +261,7 @@ def lm_group_split(path, group):
     return group_split([path], group, shares=shares, allow_leaky_split=True, progress="none")
 
 
+@pytest.mark.slow
 def test_train_by_a_column_and_predict_unlabelled_recordings(made, capsys):
     table = pd.read_csv(made / "t.csv", keep_default_na=False).assign(tank=[f"T{i // 2}" for i in range(N)])
     table.to_csv(made / "t.csv", index=False)

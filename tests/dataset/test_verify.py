@@ -234,6 +234,7 @@ def test_rows_of_the_independent_implementation_pass(built, file):
     assert lm.verify(file, root=built[0], sample=None).ok
 
 
+@pytest.mark.slow
 @each("bit", [5, 9, 12, 14, 15])
 def test_a_flipped_bit_of_a_row(built, file, bit):
     "From the mantissa's middle to the sign; a lower one may be as small as honest rounding, and only its digest tells."
@@ -583,6 +584,7 @@ def test_waveforms_that_are_not_finite(waved, value):
     bad(lm.verify(waved), "values of the waveforms of row 29 are not finite")
 
 
+@pytest.mark.slow
 @each(
     ("name", "change"),
     [
@@ -806,6 +808,7 @@ def test_any_change_of_the_metadata_is_found_without_the_sources(file, name, cha
     bad(lm.verify(file))
 
 
+@pytest.mark.slow
 @each(
     ("name", "change"),
     [
@@ -826,6 +829,7 @@ def test_resealed_metadata_are_found_with_the_sources(built, file, name, change)
     bad(lm.verify(file, root=built[0]))
 
 
+@pytest.mark.slow
 @each(
     "name",
     [
@@ -850,6 +854,7 @@ def test_missing_parts(built, file, name):
     bad(lm.verify(file, root=built[0]))
 
 
+@pytest.mark.slow
 @each(
     "name",
     [

@@ -146,6 +146,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 # ---- closing ranks
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(good=st.lists(st.booleans(), min_size=1, max_size=90).filter(any), block=st.integers(1, 40))
 def test_rejected_files_leave_no_trace(tmp_path, good, block):

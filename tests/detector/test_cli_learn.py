@@ -333,6 +333,7 @@ def test_a_report_fits_into_a_narrow_terminal(
     )
 
 
+@pytest.mark.slow
 def test_the_first_champion_is_a_file_or_a_folder_of_a_training_or_of_rounds(
     two_rounds: Path, place: Path, small_sets: Path, tmp_path: Path, say: Say
 ) -> None:
@@ -352,6 +353,7 @@ def test_the_first_champion_is_a_file_or_a_folder_of_a_training_or_of_rounds(
     assert weights_digest(load_champion(two_rounds)) == weights_digest(load_detector(right["rounds"]))
 
 
+@pytest.mark.slow
 def test_a_seed_reaches_rules_and_training(place: Path, small_sets: Path, tmp_path: Path, say: Say) -> None:
     words: list[str | os.PathLike] = ["retrain", place / "one.h5", "--champion", place / "run"]
     usual = run_json(say, *words, *words_of(place, small_sets, tmp_path / "usual"))
@@ -777,6 +779,7 @@ def test_usage_errors_of_retrain(
     assert not (tmp_path / "rounds" / "champion.json").exists()
 
 
+@pytest.mark.slow
 def test_missing_new_recordings_are_refused(place: Path, small_sets: Path, tmp_path: Path, say: Say) -> None:
     common: list[str | os.PathLike] = [
         "--champion",

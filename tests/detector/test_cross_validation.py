@@ -85,6 +85,7 @@ def count_fits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return count
 
 
+@pytest.mark.slow
 def test_each_recording_is_scored_once_for_each_seed_without_its_group(found: CrossValidation) -> None:
     assert len(found.seeds) == 2
     assert len(found) == len(found.groups.code)

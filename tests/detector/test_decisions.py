@@ -193,6 +193,7 @@ def test_training_stores_held_out_scores_and_a_cross_validated_verdict(trained: 
     assert "## Next steps" in card
 
 
+@pytest.mark.slow
 def test_prediction_shows_evaluation_probability_and_alarm_threshold(trained: Path, tmp_path: Path) -> None:
     model = trained / "model"
     detector = load_detector(model / "model.pt")
@@ -223,6 +224,7 @@ def test_evaluation_checks_the_calibrated_probability_on_test_recordings(trained
     assert names[1:] == ["score", "probability"]
 
 
+@pytest.mark.slow
 def test_summary_of_a_training_says_how_the_detector_was_evaluated(small_sets: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "data": str(small_sets),

@@ -232,6 +232,7 @@ def test_each_kind_is_evaluated(sets, trained, kind):
     assert len(e.table) == 5
 
 
+@pytest.mark.slow
 def test_a_model_file_holds_no_pickled_objects(trained):
     for result in trained.values():
         values = load_plain(result.model_path)  # refuses everything that is not a tensor or a plain value
@@ -269,6 +270,7 @@ def test_windows_have_equal_lengths():
         assert abs(len(lengths) - n / 4) <= 0.5 or len(lengths) == 1
 
 
+@pytest.mark.slow
 def test_choice_and_thresholds_come_from_recordings_that_were_not_trained_on(chosen):
     choice = chosen.summary["choice"]
     assert {t["kind"] for t in choice["tried"]} == set(KINDS)
@@ -280,6 +282,7 @@ def test_choice_and_thresholds_come_from_recordings_that_were_not_trained_on(cho
     assert chosen.detector.kind == choice["kind"]
 
 
+@pytest.mark.slow
 def test_no_network_is_tried_with_few_recordings(sets, tmp_path):
     result = lm.train(sets["training"], out=tmp_path / "run", settings=lm.TrainSettings(), **QUIET)
     choice = result.summary["choice"]
@@ -296,6 +299,7 @@ def test_offset_of_a_calibration_line_does_not_follow_the_share_of_leaks():
     assert abs(offset / slope) < 0.3, "the middle between the labels is not moved by a 20 % share of leaks"
 
 
+@pytest.mark.slow
 def test_the_same_training_is_not_repeated(sets, alone, tmp_path, monkeypatch):
     settings = lm.TrainSettings(detector="spectral")
     shutil.copytree(alone.model_path.parent, tmp_path / "run")
@@ -341,6 +345,7 @@ def test_no_other_training_is_replaced(sets, alone, tmp_path):
     assert os.listdir(tmp_path / "b" / "checkpoints") == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_cross_validation_continues_with_the_missing_fit(sets, chosen, tmp_path, monkeypatch):
     monkeypatch.setattr(folds_module, "MIN_FOR_NETWORK", 40)
     settings = lm.TrainSettings(detector="auto", **SMALL)
@@ -469,6 +474,7 @@ def test_a_label_of_one_group_only_gives_a_spectral_detector_without_a_choice(se
     assert "cross-validation is not possible" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["spectral", "blend"])
 def test_a_champion_of_each_kind_is_retrained(sets, trained, kind, tmp_path):
     round_ = lm.retrain(

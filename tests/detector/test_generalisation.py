@@ -101,6 +101,7 @@ def test_figures_are_those_of_cross_validation(noises: Path, found: Generalisati
         assert alone.table["score"].equals(found.tested[name].table["score"])
 
 
+@pytest.mark.slow
 def test_counts_add_up_in_table_and_plain_values(found: Generalisation) -> None:
     table = found.table.set_index("grouping")
     tested = table[table["left_out"] == ""]
@@ -326,6 +327,7 @@ def test_wrong_arguments_of_a_curve(noises: Path) -> None:
         lm.learning_curve(noises, **(QUIET | {"settings": lm.TrainSettings(detector="blend")}))
 
 
+@pytest.mark.slow
 def test_command_line_of_a_curve(noises: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["train", str(noises), "--out", str(tmp_path / "out"), "--learning-curve", "--folds", "2"]
     words += ["--seeds", "1", "--device", "cpu"]

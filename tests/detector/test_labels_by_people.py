@@ -226,6 +226,7 @@ def test_command_lines_of_evaluation(splits, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["leaks"] == n_leaks
 
 
+@pytest.mark.slow
 def test_a_path_in_two_splits_needs_a_digest(splits, tmp_path, caplog):
     with open_dataset(splits.parent / "TESTING_DATASET.H5") as ds:
         paths = set(ds.files.path)

@@ -519,6 +519,7 @@ def test_slow_loading_shows_progress(tmp_path, log, monkeypatch):
     streamed.close()
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_pass_progress_on(small_sets, tmp_path, log):
     training, validation, testing = (
         small_sets / f"{n}_DATASET.H5" for n in ("TRAINING", "VALIDATION", "TESTING")

@@ -262,6 +262,7 @@ def test_a_step_computes_in_float32(own_switches, amp):
     assert switches() == before
 
 
+@pytest.mark.slow
 def test_scores_are_of_float32(own_switches, network, wavs):
     matrices_rounded()
     before = switches()
@@ -381,6 +382,7 @@ class LimitedRoom:
         detector.classifier.forward = forward  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @each("judge", [score_rows, class_scores])
 @each("rows_that_fit", [1, 3, 7])
 def test_rows_that_do_not_fit_at_once_are_scored_in_portions(

@@ -590,6 +590,7 @@ def test_baseline_features_equal_mean_mels_levels_and_band_statistics(parts):
     assert np.array_equal(ds.is_leak, table["label"] == "LEAK")
 
 
+@pytest.mark.slow
 def test_baselines_choose_on_validation_only(parts):
     boots = {name: Bootstrap(ds.is_leak, groups_of(np.arange(len(ds)))) for name, ds in parts.items()}
 

@@ -60,6 +60,7 @@ def test_cross_validation_of_files_of_the_earlier_system(earlier, few_trees, one
     assert "each recording is a group of its own" in " ".join(found.cautions)
 
 
+@pytest.mark.slow
 def test_the_parameter_of_the_notebook(earlier, tmp_path):
     given = {"data": str(earlier), "out": str(tmp_path / "run")}
     with raises("not-a-data-set", VerifyError):

@@ -175,6 +175,7 @@ def test_evaluation_on_a_regrouped_training_split_is_reported(small_sets, tmp_pa
     assert "LeakySplitWarning" not in printed.err
 
 
+@pytest.mark.slow
 def test_the_test_part_of_the_same_split_gives_no_warning(small_sets, tmp_path):
     files = [small_sets / n for n in NAMES]
     split = group_split(files, "sensor", allow_leaky_split=True)

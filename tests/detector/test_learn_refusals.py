@@ -62,6 +62,7 @@ def trained(network: Path, out: Path, **options: Any) -> TrainResult:
     return train(*(network / "sets" / n for n in NAMES[:2]), **given | options)
 
 
+@pytest.mark.slow
 @each("device", ["cuda:99", "cuda:one", "meta", "mps", "tpu", ""])
 def test_missing_device_is_named(
     network: Path, tmp_path: Path, capsys: pytest.CaptureFixture, device: str
@@ -140,6 +141,7 @@ def test_recordings_for_testing_may_have_been_built_alone(
     assert "the data sets cannot be combined" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @each(
     ("name", "content"),
     [

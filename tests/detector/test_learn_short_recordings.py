@@ -173,6 +173,7 @@ def test_segments_per_row_of_an_empty_list():
     assert segments_per_row(np.zeros(0, np.int64), np.zeros(0, np.int64), SPEC).shape == (0,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["disjoint", "overlap"])
 def test_scores_of_short_recordings_are_those_of_a_prediction(uneven, tmp_path, preset):
     "Bit for bit, for recordings of every length and rate; who is too short for the one is too short for the other."
@@ -438,6 +439,7 @@ def test_rows_of_twice_the_length_have_the_same_evaluation(network):
         assert len(a.x) == len(b.x)
 
 
+@pytest.mark.slow
 def test_error_plot_covers_rows_longer_than_training_rows(network):
     with lm.open_dataset(network[10.0][0]) as ds:
         detector = made_detector(replace(ds.spec, duration_s=5.0), names=tuple(ds.class_names))
@@ -477,6 +479,7 @@ def test_evaluation_equals_prediction_for_recordings_of_different_lengths(uneven
         assert np.isfinite(np.asarray(trace.x, float)).all()
 
 
+@pytest.mark.slow
 def test_too_short_recordings_are_reported_before_training(rows, tmp_path):
     given = TrainSettings(detector="cnn", epochs=1, batch_size=16, channels=(4, 8))
     with pytest.warns(

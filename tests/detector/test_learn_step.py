@@ -212,6 +212,7 @@ def test_micro_batches_give_the_gradients_of_the_batch(n, accumulation, changes)
     assert one.n == other.n == n
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_formula():
     "Not only equal to each other: equal to what autograd says about the loss written down in one line."
     batch = batch_of(20)
@@ -323,6 +324,7 @@ def check_operations(out_of_memory_step: RepeatedlyOutOfMemory, operations: rang
         assert same(weights_of(stepper), expected), f"operation {k}"
 
 
+@pytest.mark.slow
 def test_memory_may_run_out_at_an_operation(out_of_memory_step, n_before_writing):
     assert n_before_writing > 150
     check_operations(out_of_memory_step, range(1, n_before_writing + 1, 11))

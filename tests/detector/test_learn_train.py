@@ -249,6 +249,7 @@ def test_restarted_training_resumes_without_resume_never(
     assert "after step 2: the same command without resume='never' resumes from there" in note
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_repeats_one_epoch(
     sets: Path, tmp_path: Path, right: TrainResult, tried: Callable
 ) -> None:
@@ -632,6 +633,7 @@ def test_without_validation_the_last_epoch_and_default_threshold_are_used(sets: 
     assert "not known" in repr(result)
 
 
+@pytest.mark.slow
 def test_leaky_split_is_warned_of_and_stored_in_the_model(sets: Path, tmp_path: Path) -> None:
     path = files(sets)[0]
     with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT"):
@@ -654,6 +656,7 @@ def test_leaky_split_is_warned_of_and_stored_in_the_model(sets: Path, tmp_path: 
     assert load_detector(allowed.model_path).record["split"]["stamp"] == split["stamp"]
 
 
+@pytest.mark.slow
 def test_early_stopping_waits_for_early_stop_epochs(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -748,6 +751,7 @@ def test_command(sets: Path, tmp_path: Path, right: TrainResult, capsys: pytest.
     assert body["evaluation"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::leakmel.detector.data.splits.SplitWarning")
 def test_command_evaluates_on_the_test_set(sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = [w for w in WORDS if w != "--no-evaluation"]

@@ -70,6 +70,7 @@ def test_train_notebook_trains_evaluates_and_plots(sets: Path, tmp_path: Path) -
     assert run.notebook.stat().st_size < 4_000_000
 
 
+@pytest.mark.slow
 def test_failed_training_fails_the_notebook(sets: Path, tmp_path: Path) -> None:
     given = {"data": str(sets), "out": str(tmp_path / "run"), "leak_label": "EAK", "device": "cpu"}
     assert "the label does not exist" in error_of("train.ipynb", **given)

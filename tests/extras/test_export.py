@@ -215,6 +215,7 @@ print(json.dumps([[r["__key__"], r["cls"], r["json"]] for r in rows]))
     assert [key for key, *_ in found] == [f"all-{k:09d}" for k in range(len(right))]
 
 
+@pytest.mark.slow
 def test_zarr_loads(exports: Path, hostile: Path) -> None:
     need_formats()
     import zarr
@@ -323,6 +324,7 @@ def test_interruption_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @each("to", WITH_MELS)
 def test_damaged_row_is_not_exported(hostile: Path, tmp_path: Path, to: str) -> None:
     need_formats()

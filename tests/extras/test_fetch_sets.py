@@ -253,6 +253,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "did you mean dongguan" in err
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_loaded_by_other_commands(tmp_path: Path) -> None:
     code = (
         "import sys, leakmel.cli; leakmel.cli.main(['demo', sys.argv[1], '--files', '8', '--quiet']);"

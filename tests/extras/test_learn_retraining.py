@@ -186,6 +186,7 @@ def test_human_label_corrects_the_training_class():
     assert RoundRules().keep_share_human == 1.0
 
 
+@pytest.mark.slow
 def test_non_finite_scores_are_refused(networks):
     detector = fresh(task=THREE)
     with torch.no_grad():
@@ -349,6 +350,7 @@ def compare(one: np.ndarray, other: np.ndarray, n_groups: int = 12) -> Any:
     return compare_models(truth, groups, models, RoundRules())
 
 
+@pytest.mark.slow
 def test_only_a_paired_interval_above_0_replaces_the_champion():
     rng = np.random.default_rng(0)
     truth = np.arange(240) % 2 == 0
@@ -428,6 +430,7 @@ def one_round(networks, tmp_path_factory) -> tuple[Any, dict[str, Any], Path]:
     return retrain(**given_), given_, folder
 
 
+@pytest.mark.slow
 def test_the_record_is_complete(one_round, networks):
     done, _, folder = one_round
     here = folder / "rounds" / "round-0001"
@@ -580,6 +583,7 @@ def taught_classes(seen: Any, n_long: int, before: list[Path], n: int) -> dict[i
     return {k: set(seen[2][rows == k].tolist()) for k in range(n) if (rows == k).any()}
 
 
+@pytest.mark.slow
 def test_human_labels_apply_to_replayed_recordings(networks, tmp_path, monkeypatch):
     "Recordings that are replayed too are labelled anew: nobody teaches both classes of one."
     path, seen = networks[0]["training"], learned_by(monkeypatch)
@@ -866,6 +870,7 @@ def test_killed_round_keeps_the_champion_and_resumes_bit_for_bit(
     assert files_of(tmp_path / "torn") == files_of(whole_round)
 
 
+@pytest.mark.slow
 def test_other_round_does_not_resume_an_interrupted_one(networks, tmp_path, monkeypatch):
     given_ = round_arguments(networks, tmp_path)
     real = loop.train_epochs

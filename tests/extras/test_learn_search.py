@@ -191,6 +191,7 @@ def test_train_with_the_settings_that_were_found_makes_the_model(
     assert found.record["best_epoch"] == right.best.best_epoch
 
 
+@pytest.mark.slow
 def test_search_folder_contents(right: SearchResult) -> None:
     out = right.folder
     assert sorted(p.name for p in out.iterdir()) == [
@@ -556,6 +557,7 @@ class LosingPool(ThreadPoolExecutor):
         return super().submit(die if args[0].number == 2 else function, *args)
 
 
+@pytest.mark.slow
 def test_search_goes_on_after_a_trial_was_lost(sets: Path, tmp_path: Path) -> None:
     with LosingPool(2) as pool:
         result = searched(sets, tmp_path / "run", cluster=pool, again=0, settings=STAGED)
@@ -746,6 +748,7 @@ def test_ctrl_c_reports_how_to_resume(
     assert_same(out, right)
 
 
+@pytest.mark.slow
 def test_finished_trial_without_record_is_not_trained_again(
     sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -961,6 +964,7 @@ def test_the_extra_names_optuna() -> None:
 # ---- recordings for testing ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_recordings_for_testing_cannot_be_given_and_are_not_opened(
     sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

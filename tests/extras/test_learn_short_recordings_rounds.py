@@ -150,6 +150,7 @@ def test_longer_rows_give_the_same_selection(network):
     assert 0 < found[0][2].mean() < 1, "both classes"
 
 
+@pytest.mark.slow
 def test_longer_rows_are_replayed_the_same(network):
     found = []
     for ds in opened(network, "old", TASK):

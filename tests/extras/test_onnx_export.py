@@ -286,6 +286,7 @@ def test_ranges_and_loss_have_different_recordings(in_training, ranges, measured
         divide_recordings(given.part(np.array([0])))
 
 
+@pytest.mark.slow
 def test_int8_with_a_folder_of_its_own_for_the_loss(detectors, recordings, tmp_path):
     detector = replace(detectors["cnn"], provenance=trained_on([], is_complete=False))
     one, other = (

@@ -308,6 +308,7 @@ def test_files_of_earlier_versions_without_a_digest_are_read(home: None, tmp_pat
     assert case.use() == right
 
 
+@pytest.mark.slow
 @each("values", [{"a": 1}, {"digest": "x", "a": [1, "é"]}, {"a": {"b": None}}])
 @each("options", [{}, {"indent": None}, {"indent": None, "separators": (",", ":")}])
 def test_each_bit_of_a_sealed_json_file_counts(tmp_path: Path, values: dict, options: dict) -> None:

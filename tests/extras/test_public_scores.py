@@ -29,6 +29,7 @@ def test_without_a_record_nothing_is_measured(tmp_path: Path) -> None:
         assert not any(c.isdigit() for c in table)
 
 
+@pytest.mark.slow
 def test_a_fetched_set_is_measured_by_its_groupings(
     publish: Callable[..., RecordServer], tmp_path: Path
 ) -> None:

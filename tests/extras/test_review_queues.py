@@ -179,6 +179,7 @@ def test_a_path_that_several_recordings_end_with_is_not_used(tmp_path):
     assert sorted(paths(both, "errors")) == ["LEAK/a.wav", "TESTING/LEAK/b.wav"]
 
 
+@pytest.mark.slow
 def test_parts_of_a_blend_disagree(folder, small_sets, tmp_path, one_thread, few_trees):
     settings = TrainSettings(detector="blend", epochs=1, epoch_share=0.1, channels=(4,), batch_size=64)
     lm.train(small_sets / "TRAINING_DATASET.H5", out=tmp_path / "model", settings=settings, **QUIET)

@@ -212,6 +212,7 @@ def test_mutated_files_for_libsndfile(tmp_path: Path, content: bytes) -> None:
     read_or_refuse(tmp_path / "x.wav", content)
 
 
+@pytest.mark.slow
 @fuzz(400)
 @given(content=mutated(OWN + FOREIGN[:7]))
 def test_samples_that_are_decoded_here_are_those_of_libsndfile(tmp_path: Path, content: bytes) -> None:

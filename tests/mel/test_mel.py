@@ -957,6 +957,7 @@ values = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(values, values)
 def test_equal_specs_have_equal_fingerprints_and_others_do_not(

@@ -79,6 +79,7 @@ def seconds_of(run: RunRecord) -> float:
 # ---- which folders -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_folder_of_runs_gives_its_newest(runs):
     assert [p.name for p in find_runs(str(runs))] == ["b", "a", "c"]
     assert [p.name for p in find_runs(str(runs), most=2)] == ["b", "a"]
@@ -264,6 +265,7 @@ def test_a_data_set_that_was_not_verified_is_not_green(copied):
     assert " NO " in runs_table([read_run(copied)])
 
 
+@pytest.mark.slow
 def test_a_data_set_that_changed_since_is_not_green(copied):
     path = copied / "TRAINING_DATASET.H5"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -329,6 +331,7 @@ def test_missing_files_are_reported(copied):
         assert "No recording" in draw(None).layout.title.text
 
 
+@pytest.mark.slow
 def test_data_sets_alone_are_enough_for_the_pictures_of_the_data(copied):
     for path in copied.glob("*.json"):
         path.unlink()
@@ -343,6 +346,7 @@ def test_data_sets_alone_are_enough_for_the_pictures_of_the_data(copied):
     assert run.folder.name in runs_table([run])
 
 
+@pytest.mark.slow
 def test_facts_are_those_of_the_data_sets(runs):
     table, skipped = data_table(read_run(runs / "b"))
     assert skipped == []
@@ -417,6 +421,7 @@ def test_every_figure_of_the_notebook_has_axes_with_units(executed):
         assert any(a.get("title", {}).get("text") for a in axes), figure["layout"]["title"]["text"]
 
 
+@pytest.mark.slow
 def test_notebook_finds_the_newest_run_of_the_project(tmp_path, runs, monkeypatch):
     project = copy_project(tmp_path)
     monkeypatch.chdir(project / "nbs")

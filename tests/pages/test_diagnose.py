@@ -535,6 +535,7 @@ def test_a_balanced_run_has_nothing_to_change():
 # ---- what is never said
 
 
+@pytest.mark.slow
 def test_advice_fits_the_machine():
     "Whatever limits: at most three, real settings, values that are taken, no more computing threads than cores, nothing of a GPU on a CPU."
     arguments, settings = inspect.signature(lm.build).parameters, {f.name for f in fields(PipelineConfig)}

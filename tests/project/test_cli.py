@@ -372,6 +372,7 @@ def test_help_has_one_option_per_field(say):
     assert "exit status" in out
 
 
+@pytest.mark.slow
 @each("command", cli.OPERATIONS)
 def test_help_fits_on_two_screens_and_help_all_has_every_option(command, say, monkeypatch):
     "60 lines of 100 columns; each option has a metavar and a help text in plain words."
@@ -697,6 +698,7 @@ def on_terminal(columns: int, *args: str | os.PathLike) -> tuple[int, str]:
     return process.returncode, output.decode()
 
 
+@pytest.mark.slow
 def test_a_terminal_of_80_columns(data, tmp_path):
     status, output = on_terminal(80, "build", data, "--out", tmp_path / "x.h5")
     lines = output.replace("\r\n", "\n").split("\n")

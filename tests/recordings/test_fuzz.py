@@ -49,6 +49,7 @@ def test_files_that_libsndfile_decodes(tried: Callable, seed: int, n: int) -> No
     tried("S4", n_tried)
 
 
+@pytest.mark.slow
 @each(
     ("fault", "message"),
     [

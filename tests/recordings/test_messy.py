@@ -179,6 +179,7 @@ def test_every_planted_file_has_the_expected_result(messy: Messy, built: list[lm
         assert all(got["rejected/message"])
 
 
+@pytest.mark.slow
 def test_every_row_and_column_is_right(messy: Messy, built: list[lm.BuildResult]) -> None:
     for r in built:
         got, folder = content(r.path), messy.root / SPLITS[r.split]

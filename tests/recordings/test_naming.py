@@ -631,6 +631,7 @@ def test_table_path_that_is_not_a_file_is_refused(tmp_path):
         scan(tmp_path / "data", columns="path=file")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 200])
 @given(data=st.data())
 @fuzz(15)

@@ -59,6 +59,7 @@ def file_of(tmp_path_factory, data: bytes) -> Path:
     return file
 
 
+@pytest.mark.slow
 @given(
     data=st.data(),
     d=dialects,
@@ -116,6 +117,7 @@ def test_visits(tmp_path_factory, data, d, rows):
     assert read_visits(file) == {text_key(sensor): day.isoformat() for sensor, day, _ in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["predict", "cross_validation", "suggest"])
 @given(
     data=st.data(),

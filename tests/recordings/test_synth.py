@@ -227,6 +227,7 @@ def test_simple_classifiers_are_neither_blind_nor_perfect_on_new_sensors(seed: i
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 5])
 def test_recordings_are_loud_enough_and_seldom_clip(seed: int) -> None:
     levels, clipped = [], 0.0
