@@ -896,7 +896,7 @@ def test_a_changed_recording_in_the_sample_of_the_join_costs_no_other_row(tmp_pa
         on_a_thread(tmp_path / "d", tmp_path / "x.h5", check=None)
     assert f"leakmel build --join {tmp_path / 'x.h5'}" in e.value.remedy
     made = join(tmp_path / "x.h5", progress="none")
-    assert made.summary["resumed_rows"] == made.rows - 1 == made.found - 1
+    assert made.summary["copied_rows"] == made.rows - 1 == made.found - 1
     assert made.path.read_bytes() == built(tmp_path / "d", tmp_path / "y.h5")
 
 
