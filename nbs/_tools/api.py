@@ -5,9 +5,9 @@ import dataclasses
 import importlib
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
-from fastcore.docments import docments
 from numpy.typing import ArrayLike
 
 from leakmel.core.parameters import source_comments
@@ -87,7 +87,10 @@ def _directive(kind: str, signature: str, options: list[str], *body: str, fence:
 
 def _shown(value: Any) -> str:
     "A constant's value, where it fits on a line."
-    text = repr(value)
+    if isinstance(value, Path):  # of the machine that makes the site
+        return ""
+    is_set = isinstance(value, frozenset)
+    text = f"frozenset({sorted(value)})" if is_set else repr(value)
     return f"`{text}`" if len(text) <= 120 and "`" not in text and " at 0x" not in text else ""
 
 
@@ -95,9 +98,9 @@ def _class(cls: type) -> str:
     "A class with its fields or its constructor's parameters, and its public methods and properties."
     body = [_prose(cls)]
     if dataclasses.is_dataclass(cls):
-        body.append(_table(_fields(cls)))
+        body.append(_table(cls))
     elif "__init__" in vars(cls):
-        body.append(_parameters(vars(cls)["__init__"]))
+        body.append(_table(vars(cls)["__init__"]))
     for name, member in vars(cls).items():
         if name.startswith("_"):
             continue
@@ -112,28 +115,11 @@ def _class(cls: type) -> str:
     )
 
 
-def _fields(cls: type) -> list[tuple[str, Any]]:
-    "The fields of a dataclass, inherited ones too, with the comments beside them."
-    comments = source_comments(cls)
-    known = _docments(cls)
-    return [
-        (
-            name,
-            {
-                "docment": comments.get(name),
-                **{k: v for k, v in known.get(name, {}).items() if v is not None or k == "default"},
-            },
-        )
-        for name in getattr(cls, "__dataclass_fields__", {})
-        if name in known
-    ]
-
-
 def _entry(kind: str, full: str, function: Any, fence: str = ":::", how: str = "") -> str:
     "A function or method."
     options = [f":{how}:"] if how else []
     signature = _signature(function, bound=kind == "method" and how != "staticmethod")
-    return _directive(kind, full + signature, options, _prose(function), _parameters(function), fence=fence)
+    return _directive(kind, full + signature, options, _prose(function), _table(function), fence=fence)
 
 
 def _prose(value: Any) -> str:
@@ -159,37 +145,40 @@ def _signature(value: Any, *, bound: bool = False, short: bool = False) -> str:
         int(bound) :
     ]
     text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
-    return re.sub(r"<[^>]*>", "...", text)
+    return re.sub(r"<(?:[^<>]|<[^<>]*>)*>", "...", text)
 
 
-def _docments(value: Any) -> dict[str, Any]:
-    "Comments, types and defaults by parameter; `return` for the result."
+def _typed(value: Any) -> dict[str, tuple[Any, Any]]:
+    "Type and default by parameter; `return` for the result."
     try:
-        return dict(docments(value, full=True, returns=True, eval_str=False))
-    except (TypeError, OSError, ValueError, SyntaxError):
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
         return {}
+    empty = inspect.Parameter.empty
+    typed = {name: (p.annotation, p.default) for name, p in signature.parameters.items()}
+    guessed = {name: (type(default), default) for name, (anno, default) in typed.items() if anno is empty}
+    typed |= {name: pair for name, pair in guessed.items() if pair[1] is not empty}
+    return typed | {"return": (signature.return_annotation, empty)}
 
 
-def _parameters(function: Any) -> str:
-    "The table of a function's parameters and of its result."
-    comments = source_comments(function)
-    rows = [(name, d) for name, d in _docments(function).items() if name != "self"]
-    return _table([(name, {**d, "docment": comments.get(name, "")}) for name, d in rows])
+def _table(value: Any) -> str:
+    """The table of a function's parameters and of its result, or of a dataclass's fields, inherited ones too.
 
-
-def _table(rows: list[tuple[str, Any]]) -> str:
-    "Name, type, default and comment; nothing where nobody said a type or a word."
-
-    def row(name: str, d: Any) -> list[str]:
-        shown = "returns" if name == "return" else f"`{name}`"
-        return [
-            shown,
-            _type(d.get("anno")),
-            _default(d.get("default", dataclasses.MISSING)),
-            _cell(d.get("docment") or ""),
+    Name, type, default and comment; nothing where nobody said a type or a word.
+    """
+    typed, comments = _typed(value), source_comments(value)
+    if inspect.isclass(value):
+        typed = {name: typed[name] for name in getattr(value, "__dataclass_fields__", {}) if name in typed}
+    cells = [
+        [
+            "returns" if name == "return" else f"`{name}`",
+            _type(anno),
+            _default(default),
+            _cell(comments.get(name, "")),
         ]
-
-    cells = [row(name, d) for name, d in rows if d.get("docment") or _type(d.get("anno"))]
+        for name, (anno, default) in typed.items()
+        if name != "self" and (comments.get(name) or _type(anno))
+    ]
     if not cells:
         return ""
     cells = [["", "type", "default", ""], [":--"] * 4, *cells]

@@ -1,5 +1,6 @@
 """Sphinx settings of the site. Its pages are written to _docs/source by prepare.py, already executed; nothing is loaded from a network."""
 
+import gc
 import sys
 from configparser import ConfigParser
 from pathlib import Path
@@ -7,6 +8,10 @@ from pathlib import Path
 _parser = ConfigParser(delimiters=["="], interpolation=None)
 _parser.read(Path(__file__).resolve().parents[2] / "settings.ini", encoding="utf-8")
 _cfg = _parser["DEFAULT"]
+
+gc.set_threshold(
+    100_000, 50, 100
+)  # trees of pages have many nodes: collecting as often as usual takes a tenth of the time
 
 project, author, copyright = _cfg["title"], _cfg["author"], _cfg["copyright"]
 version = release = _cfg["version"]
@@ -57,6 +62,11 @@ def _load_scripts(app, page, template, context, doctree):
         app.add_js_file("search.js", loading_method="defer", priority=901)
 
 
+def _leave_index_empty(app):
+    "Sphinx's own index of words is not used: search.js ranks the pages of page_index.js."
+    app.builder.index_page = lambda *page: None
+
+
 def setup(app):
     "Called by Sphinx."
     if not any((Path(app.srcdir) / f"index.{kind}").exists() for kind in ("ipynb", "md")):
@@ -64,5 +74,6 @@ def setup(app):
     app.connect(
         "config-inited", lambda app, config: config.html_static_path.append(str(Path(app.srcdir) / "static"))
     )
+    app.connect("builder-inited", _leave_index_empty)
     app.connect("html-page-context", _load_scripts)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,9 @@ def outdated(root: Path = ROOT) -> list[Path]:
     return [p for p, notebook in read.items() if notebook.metadata.get(DIGEST) != code_digest(notebook)]
 
 
-def run_cells(notebook: nbformat.NotebookNode, folder: Path) -> None:
+def run_cells(
+    notebook: nbformat.NotebookNode, folder: Path, manager: type[AsyncKernelManager] = AsyncKernelManager
+) -> None:
     "Execute a notebook in a folder, without the cells that are to be skipped."
     every = notebook.cells
     notebook.cells = [c for c in every if not is_skipped(c)]
@@ -80,6 +83,7 @@ def run_cells(notebook: nbformat.NotebookNode, folder: Path) -> None:
             notebook,
             timeout=600,
             kernel_name="python3",
+            kernel_manager_class=manager,
             resources={"metadata": {"path": str(folder)}},
             extra_arguments=["--log-level=ERROR"],
         )

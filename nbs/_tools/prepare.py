@@ -13,17 +13,20 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import nbformat
 from api import module_page, public_page
+from jupyter_client.manager import AsyncKernelManager
 from messages import messages
 from outputs import DIGEST, NEEDS, code_digest, directives_of, run_cells, without_local_paths
+from warm import WarmKernelManager, context
 
 from leakmel.pages.page_figures import html_figures, plotly_file
 
@@ -236,7 +239,7 @@ def execute(
     if prepare:
         with _ONE_AT_A_TIME:  # two notebooks may need the same files
             prepare()
-    run_cells(notebook, path.parent)
+    run_cells(notebook, path.parent, WarmKernelManager if sys.platform == "linux" else AsyncKernelManager)
     text = without_local_paths(nbformat.writes(notebook))
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(text, encoding="utf-8")
@@ -482,22 +485,25 @@ def run_notebooks() -> dict[str, tuple[Mapping[str, object], Callable[[], None] 
     }
 
 
-def write_notebooks(library: list[Path], guides: list[Path]) -> None:
-    "The front page, the executed examples, the benchmark's records, the guides and the library notebooks, a few at a time."
-    front = NOTEBOOKS / "index.ipynb"
-    in_place = {front, *(NOTEBOOKS / f"{name}.ipynb" for name in EXAMPLES), *guides}
-    with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
-        done = {p: pool.submit(execute, p) for p in [*library, front]}
-        done |= {p: pool.submit(execute, p, "run = False") for p in guides}  # of those with parameters
-        for name, (values, prepare) in run_notebooks().items():
-            path = NOTEBOOKS / f"{name}.ipynb"
-            done[path] = pool.submit(execute, path, as_assignments(values), prepare)
-        for path, future in done.items():
-            name = str(path.relative_to(NOTEBOOKS).with_suffix(""))
-            if path in in_place:
-                write_page(future.result(), PAGES.get(name, name), contents(guides) if path == front else "")
-            else:
-                write_page(future.result(), f"reference/{name}", reference_link(name))
+def start_notebooks(pool: Executor, library: list[Path], guides: list[Path]) -> dict[Path, Future]:
+    "Read or execute the front page, the examples, the benchmarks' pages, the guides and the library notebooks, those that take long first."
+    done = {}
+    for name, (values, prepare) in run_notebooks().items():
+        path = NOTEBOOKS / f"{name}.ipynb"
+        done[path] = pool.submit(execute, path, as_assignments(values), prepare)
+    done |= {p: pool.submit(execute, p, "run = False") for p in guides}  # of those with parameters
+    return done | {p: pool.submit(execute, p) for p in [*library, NOTEBOOKS / "index.ipynb"]}
+
+
+def write_notebooks(done: Mapping[Path, Future], library: list[Path], guides: list[Path]) -> None:
+    "Write the pages of notebooks as they come; a library notebook links to its signatures."
+    for path, future in done.items():
+        name = str(path.relative_to(NOTEBOOKS).with_suffix(""))
+        if path in library:
+            write_page(future.result(), f"reference/{name}", reference_link(name))
+        else:
+            is_front = path == NOTEBOOKS / "index.ipynb"
+            write_page(future.result(), PAGES.get(name, name), contents(guides) if is_front else "")
 
 
 LIBRARY_TEXT = """The library is written in these notebooks, one for each module, and each was executed to make its page. A module imports
@@ -547,6 +553,35 @@ def title_of(path: Path) -> str:
     return str(nbformat.read(path, as_version=4).cells[0].source.splitlines()[0]).lstrip("# ")
 
 
+def _reference_texts(names: tuple[str, ...]) -> dict[str, str]:
+    from leakmel.core import jit
+
+    compiled, jit.compiled = jit.compiled, lambda signature: jit.njit  # compiling all functions takes 10 s
+    for name in names:
+        if not missing_package_note(name):
+            import_module(f"leakmel.{name.replace('/', '.')}")
+    jit.compiled = compiled
+    texts = {
+        f"api/{name}": f"# {name}\n\n{note}"
+        if (note := missing_package_note(name))
+        else module_page(f"leakmel.{name.replace('/', '.')}")
+        for name in names
+    }
+    return {**texts, "api/names": public_page()}
+
+
+@cache
+def reference_texts(names: tuple[str, ...]) -> dict[str, str]:
+    "The reference pages by name, made in another process: no other part of this one is to see functions that are not compiled."
+    with ProcessPoolExecutor(1, mp_context=context()) as process:
+        return process.submit(_reference_texts, names).result()
+
+
+def names_of(library: list[Path]) -> tuple[str, ...]:
+    "Library notebooks as the parts of their addresses: `mel/spec`."
+    return tuple(p.relative_to(NOTEBOOKS).with_suffix("").as_posix() for p in library)
+
+
 def write_lists(library: list[Path]) -> None:
     "The reference pages, and the pages that list them and the notebooks by room."
     notebooks, api = ["# Notebooks", LIBRARY_TEXT], ["# API", API_TEXT, toctree(["names"], "hidden:")]
@@ -555,13 +590,6 @@ def write_lists(library: list[Path]) -> None:
         here = {name: text for name, text in here.items() if name.split("/")[0] == room}
         if not here:
             continue
-        for name in here:
-            write_text(
-                f"api/{name}",
-                f"# {name}\n\n{note}"
-                if (note := missing_package_note(name))
-                else module_page(f"leakmel.{name.replace('/', '.')}"),
-            )
         for page, kind in ((notebooks, "ipynb"), (api, "md")):
             listed = "\n".join(
                 f"- [{name.split('/', 1)[-1]}]({name}.{kind}): {text}" for name, text in here.items()
@@ -572,7 +600,8 @@ def write_lists(library: list[Path]) -> None:
                 listed,
                 toctree(list(here), "hidden:", f"caption: {room}"),
             ]
-    write_text("api/names", public_page())
+    for page, text in reference_texts(names_of(library)).items():
+        write_text(page, text)
     write_text("reference/index", "\n\n".join(notebooks))
     write_text("api/index", "\n\n".join(api))
 
@@ -587,6 +616,7 @@ def sentence(path: Path) -> str:
     return next((line[1:].strip().rstrip(".") for line in lines if line.startswith(">")), "")
 
 
+@cache
 def commands_text() -> str:
     "The `--help-all` texts of the command line, as Markdown."
     from leakmel.cli import OPERATIONS, main
@@ -616,6 +646,7 @@ ERRORS_TEXT = """Every error of leakmel has a code, which stays when the message
 with the remedy. The list shows what happened and the remedy; `{...}` stands for a value that the message shows."""
 
 
+@cache
 def errors_text() -> str:
     "All error codes, from their registry, with the messages that have them, as Markdown."
     from leakmel.core.error_codes import TABLES
@@ -680,7 +711,7 @@ def page_index(library: list[Path], guides: list[Path]) -> list[list[object]]:
     for name, title, text in (
         ("commands", "Command line", commands_text()),
         ("errors", "Error codes", errors_text()),
-        ("api/names", "Public names", public_page()),
+        ("api/names", "Public names", reference_texts(names_of(library))["api/names"]),
     ):
         pages.append([name, title, 1.5, " ".join(re.sub(r"[*`|#]", " ", text).split())])
     return pages
@@ -695,10 +726,12 @@ def write_site(library: list[Path], guides: list[Path]) -> None:
     write_if_changed("static/plotly.min.js", plotly_file())
     for picture in [p for kind in ("png", "svg", "jpg") for p in NOTEBOOKS.rglob(f"*.{kind}")]:
         write_if_changed(str(picture.relative_to(NOTEBOOKS)), picture.read_bytes())
-    write_notebooks(library, guides)
-    write_guides(guides)
+    with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
+        done = start_notebooks(pool, library, guides)
+        write_guides(guides)
+        write_lists(library)
+        write_notebooks(done, library, guides)
     write_examples()
-    write_lists(library)
     write_text("commands", commands_text())
     write_text("errors", errors_text())
     script = f"const LEAKMEL_PAGES = {json.dumps(page_index(library, guides), ensure_ascii=False)};\n"
