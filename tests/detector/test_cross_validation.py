@@ -118,9 +118,9 @@ def test_report_plot_and_plain_values(found: CrossValidation) -> None:
     assert "2 seeds" in text
     assert "Level only" in text
     assert "verdict" in text
-    assert "10 fits" in text
+    assert "60 fits" in text  # five folds inside each of ten choose vote and threshold
     plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert plain["fits"] == len(plain["folds"]) == 10
+    assert plain["fits"] == 6 * len(plain["folds"]) == 60
     assert plain["kinds"] == {"spectral": 10}
     assert list(plain["baselines"]) == ["level", "mean_mels", "trees"]
     assert list(plain["differences"]) == ["level", "mean_mels"], "a spectral detector contains them"
@@ -328,7 +328,7 @@ def test_kind_is_spectral_where_training_recordings_are_one_group(
     group = [f"pipe {k % 2}" for k in range(len(found))]
     halves = cross_validated(small_sets, lm.TrainSettings(detector="auto", **TINY), group=group)
     assert halves.kinds == {"spectral": 2}
-    assert "too few groups to choose a kind" in repr(halves)
+    assert "too few groups for folds" in repr(halves)
     assert halves.verdict.beats is None
 
 

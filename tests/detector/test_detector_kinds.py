@@ -515,7 +515,7 @@ def test_a_fitted_challenger_has_the_decision_of_the_validation_recordings(sets,
     assert saved.held_out is not None
     assert np.array_equal(saved.held_out.score, np.clip(scores, 0, 1))
     assert np.array_equal(saved.held_out.truth, truth)
-    assert saved.held_out.method == saved.threshold_from.removeprefix("highest F1 on ")
+    assert saved.held_out.method == saved.threshold_from.removeprefix("highest balanced accuracy on ")
     found = lm.predict(sets["recordings"], saved, false_alarms=20, device="cpu", progress="none")
     assert found.calibration is not None
 

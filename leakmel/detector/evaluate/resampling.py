@@ -257,6 +257,7 @@ class CrossValidation(Resampled):
 
 # %% ../../../nbs/detector/evaluate/resampling.ipynb #cv000015
 MOST_LEFT_OUT = 10  # groups: with more, a fold holds several
+FEW_RECORDINGS = 100  # below, figures depend on the folds: several seeds show how much
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,7 +371,7 @@ def open_resampling(
     device: str,
     progress: bool | str,
     n_folds: int,
-    seeds: int,
+    seeds: int | None,
     n_draws: int,
     jobs: int | None,
     cluster: Cluster | None,
@@ -393,6 +394,7 @@ def open_resampling(
             for file, mark in result_files(name).items():
                 require_result(folder / file, f"result of a {title}", mark)
         table = recordings_table(opened.training.sources, progress="none")
+        seeds = seeds or (5 if len(opened.training.rows) < FEW_RECORDINGS else 1)
         yield Resampling(
             name, opened, settings, on, show, folder, n_folds, seeds, n_draws, jobs, table, began, cluster
         )
@@ -475,7 +477,7 @@ class Generalisation(Resampled):
     """
 
     name = "generalisation"
-    # plain values of each grouping, from the easiest (most groups) to the hardest; those left out at the end
+    # plain values of each grouping, from the easiest (highest AUC) to the hardest; those left out at the end
     groupings: list[dict[str, Any]]
     tested: dict[str, CrossValidation]  # of each grouping that was not left out
     answer: dict[str, Any]  # of `new_group_answer`
@@ -496,6 +498,10 @@ class Generalisation(Resampled):
                 continue
             found = self.tested[g["by"]]
             rows.append(("by", f"{title}: {g['groups']:,} groups, {figures_text(found.detector)}"))
+            if (n := len(found.seeds)) > 1:
+                reach = found.seeds["balanced_accuracy"]
+                text = f"balanced accuracy {reach.min():.3f} to {reach.max():.3f} with {n} seeds of the folds"
+                rows.append(("", text))
             simple = (f"{m.title} {m.figures['auc']:.3f}" for m in found.baselines.values())
             rows.append(("", f"AUC of baselines: {', '.join(simple)}"))
             if g["note"]:
@@ -536,7 +542,7 @@ class Generalisation(Resampled):
 def _plan_groupings(
     run: Resampling, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], dict[str, stats.Groups], list[folds.Fit]]:
-    "Sort groupings by their number of groups; return plain values of all, the groups of those to test, and their fits."
+    "Return plain values of all groupings, the groups of those to test, and their fits; of alike ones that with most groups."
     rows = list[dict[str, Any]]()
     planned = dict[str, stats.Groups]()
     fits = list[folds.Fit]()
@@ -565,7 +571,7 @@ def _plan_groupings(
             found="; ".join(f"{show_path(row['by'])}: {row['left_out']['reason']}" for row in rows),
             remedy="group by another column, or build the data set with a table that has one",
         )
-    return sorted(rows, key=lambda row: row["left_out"] is not None), planned, fits
+    return rows, planned, fits
 
 
 def _table_row(row: Mapping[str, Any], found: CrossValidation | None) -> dict[str, Any]:
@@ -593,7 +599,8 @@ def generalisation(
     # folder of generalisation.csv, generalisation.html, summary.json and finished fits; None: none is written
     out: str | os.PathLike | None = None,
     n_folds: int = 5,  # at least 2; as for `cross_validate`
-    seeds: int = 1,  # repetitions with other folds and fits, at least 1
+    # repetitions with other folds and fits, at least 1; None: 5 below 100 recordings, else 1
+    seeds: int | None = None,
     settings: TrainSettings | None = None,  # as for `cross_validate`
     leak_label: str = "LEAK",  # matched by the whole name, ignoring case
     kind: str = "multiclass",  # or "binary": all labels but the leak are one class
@@ -605,7 +612,7 @@ def generalisation(
     jobs: int | None = None,  # processes; as for `cross_validate`
     progress: bool | str = True,  # or as for `core.progress.Progress`
 ) -> Generalisation:  # raises UsageError, DataError where every grouping is left out, OutputError
-    "Cross-validate a detector by several groupings, from the easiest test to the hardest."
+    "Cross-validate a detector by several groupings; the highest AUC, of the easiest test, comes first."
     names = [groups] if isinstance(groups, str) else list(dict.fromkeys(groups))
     if not names:
         raise UsageError("groups must name a grouping", code="usage", found=names)
@@ -620,11 +627,15 @@ def generalisation(
             for name, own in planned.items()
         }
         hardest = []
-        for row, result in zip(rows, tested.values(), strict=False):  # groupings left out are at the end
+        for row in (row for row in rows if row["by"] in tested):
+            result = tested[row["by"]]
             values = result.to_dict()
             row |= {n: values[n] for n in ("recordings", "leaks", "kinds", "verdict", "beats")}
             row |= {"method": result.method, "models": {n: m.summary for n, m in result.models.items()}}
             hardest.append(([row["by"], *row["same_groups"]][-1], result.groups, result.scores["detector"]))
+        areas = {name: np.nan_to_num(result.detector.figures["auc"]) for name, result in tested.items()}
+        rows.sort(key=lambda row: -areas.get(row["by"], -1))
+        tested = {row["by"]: tested[row["by"]] for row in rows[: len(tested)]}
         return Generalisation(
             table=pd.DataFrame([_table_row(row, tested.get(row["by"])) for row in rows]),
             groupings=rows,

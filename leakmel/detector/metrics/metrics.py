@@ -168,11 +168,20 @@ def why_undefined(
     return why
 
 # %% ../../../nbs/detector/metrics/metrics.ipynb #39295818
+def share_error(
+    share: float,  # 0 to 1
+    n: int,  # observations, at least 1
+) -> float:
+    "Return the standard error of an observed share, above 0 also for none and all (Agresti and Coull 1998)."
+    moved = (share * n + 2) / (n + 4)
+    return math.sqrt(moved * (1 - moved) / (n + 4))
+
+
 def best_threshold(
-    y_true: ArrayLike,  # [B] bool, of validation recordings
-    score: ArrayLike,
+    y_true: ArrayLike,  # [B] bool, of recordings that were not trained on
+    score: ArrayLike,  # [B], 0 to 1
 ) -> float:  # raises DataError if a class is missing
-    "Choose the threshold with the highest F1 on validation [B], in the middle of the gap between two scores."
+    "Choose the threshold nearest to 0.5 whose balanced accuracy is within one standard error of the highest."
     truth, curve = check_scores(y_true, score)[0], roc(y_true, score)
     n_leaks, n = int(truth.sum()), len(truth)
     if not 0 < n_leaks < n:
@@ -183,16 +192,20 @@ def best_threshold(
             expected="leaks and others",
             remedy="use the threshold 0.5",
         )
-    found, alarms = np.rint(curve.sensitivity * n_leaks), np.rint(curve.false_alarm_rate * (n - n_leaks))
-    f1 = 2 * found / (found + n_leaks + alarms)
-    values = curve.threshold[1:]  # [K], falling; a threshold k calls values[:k] leaks
-    low, high = np.append(values, values[-1]), np.insert(values, 0, values[0])
-    best = np.flatnonzero(f1 >= f1.max() - 1e-12)  # never 0, where none is called a leak
-    widest = best[high[best] - low[best] >= (high[best] - low[best]).max()][-1]
-    if widest == len(values):
-        return float(values[-1])  # all are leaks
-    middle = float(np.float32((low[widest] + high[widest]) / 2))
-    return middle if low[widest] < middle <= high[widest] else float(high[widest])
+    found, quiet = (
+        curve.sensitivity,
+        1 - curve.false_alarm_rate,
+    )  # [K + 1], where the k highest scores are called leaks
+    best = np.argmax(found + quiet)
+    error = math.hypot(share_error(found[best], n_leaks), share_error(quiet[best], n - n_leaks))
+    high, low = curve.threshold, np.append(curve.threshold[1:], -np.inf)
+    middle = np.where((low < 0.5) & (high >= 0.5), 0.5, (low + high) / 2)
+    distance = np.where(found + quiet >= found[best] + quiet[best] - error, np.abs(middle - 0.5), np.inf)
+    k = np.argmin(distance)
+    if not np.isfinite(distance[k]):
+        return 0.5  # a constant answer is the best
+    chosen = float(np.float32(middle[k]))
+    return chosen if low[k] < chosen <= high[k] else float(high[k])
 
 # %% ../../../nbs/detector/metrics/metrics.ipynb #879560e1
 @dataclass(frozen=True, eq=False)
@@ -289,6 +302,12 @@ class DecisionRule:
         "Threshold of the voting rule in use."
         return self.thresholds[VOTES.index(self.vote)]
 
+    def centred_scores(self, segment_scores: np.ndarray) -> np.ndarray:  # [B, L] -> [B]
+        "Score recordings, with the threshold moved to 0.5: so scores of detectors with different thresholds are pooled."
+        return np.interp(
+            vote_scores(segment_scores, self.vote, self.share), [0, self.threshold, 1], [0, 0.5, 1]
+        )
+
     def options(self) -> dict[str, Any]:
         "Return the options of `Detector`."
         return {
@@ -300,20 +319,20 @@ class DecisionRule:
 
 
 def choose_rule(
-    is_leak: np.ndarray,  # [B] bool, of validation, both kinds
+    is_leak: np.ndarray,  # [B] bool, of recordings that were not trained on, both kinds
     segment_scores: np.ndarray,  # [B, L]
     vote: str = "auto",  # "auto", or a fixed rule
     share: float = 0.5,  # for a fixed "frac_vote"
+    source: str = "",  # what the recordings are, in words; empty: validation
 ) -> DecisionRule:  # raises DataError if a class is missing
-    "Choose voting rule and thresholds on validation."
+    "Choose voting rule and thresholds."
     rule, needed = vote, share
     if vote == "auto":  # the largest area under the ROC curve; the first one of equals
         areas = [roc(is_leak, vote_scores(segment_scores, *candidate)).auc for candidate in CANDIDATES]
         rule, needed = CANDIDATES[int(np.argmax(np.round(areas, 6)))]
     thresholds = tuple(best_threshold(is_leak, vote_scores(segment_scores, r, needed)) for r in VOTES)
-    return DecisionRule(
-        rule, needed, thresholds, f"highest F1 on {len(segment_scores):,} validation recordings"
-    )
+    source = source or f"{len(segment_scores):,} validation recordings"
+    return DecisionRule(rule, needed, thresholds, f"highest balanced accuracy on {source}")
 
 # %% ../../../nbs/detector/metrics/metrics.ipynb #de000004
 @dataclass(frozen=True, eq=False)

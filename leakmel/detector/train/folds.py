@@ -32,7 +32,14 @@ from leakmel.core.threads import safe_module_path
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.data.splits import Group, divide_groups, join_groups, label_counts, recordings_of
 from leakmel.detector.metrics import significance as stats
-from leakmel.detector.metrics.metrics import HeldOutScores, choose_rule, leak_metrics, logit, vote_scores
+from leakmel.detector.metrics.metrics import (
+    DecisionRule,
+    HeldOutScores,
+    choose_rule,
+    leak_metrics,
+    logit,
+    vote_scores,
+)
 from leakmel.detector.model import spectral
 from leakmel.detector.model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
 from leakmel.detector.model.detector import BlendClassifier, BlendSettings, Detector, platt, score_rows
@@ -382,7 +389,9 @@ def blend_of(
 
 # %% ../../../nbs/detector/train/folds.ipynb #cv000011
 QUALITY = ("auc", "balanced_accuracy")  # figures of a fold
-NO_CHOICE = "Where training recordings have too few groups to choose a kind, it is spectral."
+NO_CHOICE = (
+    "Where training recordings have too few groups for folds, the kind is spectral, and the threshold 0.5."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,6 +406,13 @@ class Fit:
     held_out: np.ndarray  # [m] int
 
 
+def _rule(truth: np.ndarray, segment_scores: np.ndarray, settings: TrainSettings) -> DecisionRule:
+    "Choose vote and threshold on out-of-fold scores [B, L]; of one class only, they are not chosen."
+    if truth.all() or not truth.any():
+        return DecisionRule()
+    return choose_rule(truth, segment_scores, settings.vote, settings.vote_share)
+
+
 def _score_fit(
     trainer: FoldTrainer,
     features: Mapping[str, np.ndarray],  # of the baselines
@@ -409,17 +425,19 @@ def _score_fit(
     wanted = kinds_to_fit(asked, len(fit.learned))
     kind, reason = wanted[0], ONE_KIND if asked == "auto" else f"{asked} was asked for."
     lines = {kind: (1.0, 0.0)}  # calibration of each kind that is fitted
-    n_fits = 1
+    n_fits, rule = 1, DecisionRule()
     with ExitStack() as stack, threadpool_limits(1):
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        if len(wanted) > 1:  # the kind is part of what is evaluated: chosen on the training recordings
+        # kind, vote and threshold are part of what is evaluated: chosen on the training recordings (a network's folds would take too long)
+        if features and "spectral" in wanted:
             reason = NO_CHOICE
             if choice := choose_kind(trainer, fit.learned, groups=fit.groups, detector=asked, seed=fit.seed):
                 kind, reason = choice.kind, choice.reason
-                lines = {
-                    k: line for k, line in zip(wanted, choice.lines, strict=True) if kind in (k, "blend")
-                }
+                rule = _rule(truth[choice.scored], choice.segment_scores, trainer.settings)
+                if choice.lines:
+                    own = zip(wanted, choice.lines, strict=True)
+                    lines = {k: line for k, line in own if kind in (k, "blend")}
                 n_fits = len(wanted) * choice.n_folds + len(lines)
         found = [trainer.scores(k, fit.learned, fit.held_out, fit.seed) for k in lines]
         scores = spectral.fold_baselines(
@@ -427,9 +445,9 @@ def _score_fit(
         )
     # calibrated: scores of folds with different kinds are pooled, and those of networks are too near to 0 and 1
     segments = found[0] if kind == wanted[0] else blend_scores(found, list(lines.values()))
-    scores |= {"detector": vote_scores(segments), "fold": np.full(len(segments), fit.fold)}
+    scores |= {"detector": rule.centred_scores(segments), "fold": np.full(len(segments), fit.fold)}
     mine = truth[fit.held_out]
-    figures = leak_metrics(mine, scores["detector"])  # balanced accuracy at the threshold 0.5
+    figures = leak_metrics(mine, scores["detector"])
     facts = {
         "of": fit.of,
         "seed": fit.seed,
@@ -447,7 +465,7 @@ def _score_fit(
 
 
 WORKER_IDLE_S = 10  # then idle processes end and free their memory; joblib would keep them for 5 minutes, also when a program ends
-LONG_WORK = 10_000  # recordings of all fits: more take longer than the start of processes
+LONG_WORK = 2_000  # recordings of all folds: more take longer than the start of processes
 _PROCESS_BYTES = 1 << 30  # of a process without the rows
 
 
@@ -505,12 +523,16 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
     truth, seed = trainer.ds.is_leak, trainer.settings.seed
     features = spectral.baseline_features(trainer.ds, progress="none")
     scores = {name: np.empty(len(choice.scored)) for name in features}
+    scores["detector"] = np.empty(len(choice.scored))
     for k in np.unique(choice.fold):
-        held_out = choice.scored[choice.fold == k]
+        mine = choice.fold == k
+        held_out = choice.scored[mine]
         learned = np.setdiff1d(np.arange(len(truth)), held_out)
         for name, values in spectral.fold_baselines(features, truth, learned, held_out, seed).items():
-            scores[name][choice.fold == k] = values
-    scores["detector"] = vote_scores(choice.segment_scores)
+            scores[name][mine] = values
+        others = ~mine if choice.n_folds > 1 else mine  # one part of many recordings chooses its own rule
+        rule = _rule(truth[choice.scored[others]], choice.segment_scores[others], trainer.settings)
+        scores["detector"][mine] = rule.centred_scores(choice.segment_scores[mine])
     boot = stats.Bootstrap(truth[choice.scored], choice.groups, n_draws=_N_DRAWS, seed=seed)
     found = compare_with_baselines(boot, scores, choice.kind, choice.kind == "spectral")
     how = f"{choice.n_folds} folds" if choice.n_folds > 1 else "a fifth held out"
@@ -555,8 +577,8 @@ def with_decision(
     segments, is_leak = (np.concatenate([own[k] for own in found]) for k in (0, 1))
     source = " and ".join(name for *_, name in found)
     if trainer is not None:  # else the best epoch chose it
-        rule = choose_rule(is_leak, segments, settings.vote, settings.vote_share)
-        detector = replace(detector, **rule.options() | {"threshold_from": f"highest F1 on {source}"})
+        rule = choose_rule(is_leak, segments, settings.vote, settings.vote_share, source)
+        detector = replace(detector, **rule.options())
     group = np.concatenate([np.array(groups.names)[groups.code] for _, _, groups, _ in found])
     held_out = HeldOutScores(
         np.clip(detector.recording_scores(segments), 0, 1),

@@ -45,6 +45,7 @@ from leakmel.detector.train.folds import (
     blend_of,
     choose_kind,
     joined_groups,
+    kinds_to_fit,
     with_decision,
 )
 from leakmel.detector.train.step import loader_advice
@@ -528,7 +529,7 @@ def train_network(
 
 def train(
     training: states.Sources,  # training data set, or several; with `split` all data sets that the split divides
-    # data set that selects the best epoch and the threshold; None: the last epoch, threshold from cross-validation
+    # data set that selects the best epoch of a network; a spectral detector is fitted on its recordings, too
     validation: states.Sources | None = None,
     *,
     out: str | os.PathLike,  # folder of the model, its history and its checkpoints
@@ -576,6 +577,10 @@ def train(
     with opened as data, folder_lock(folder):
         for name, is_one in _RESULT_FILES.items():
             files.require_kind(folder / name, "result of a training", is_one)
+        if kinds_to_fit(settings.detector, sum(len(part.rows) for part in data.parts.values())) == (
+            "spectral",
+        ):
+            data = data.joined
         lengths = with_length(settings, len(data.training))
         if resume == "never":
             for old in (folder / "cross-validation").glob("*.npy"):
@@ -593,6 +598,11 @@ def train(
             if choice is None:
                 _LOG.warning(NO_FOLDS)
             if choice is None or choice.kind == "spectral":
+                if data.validation is not None:  # a network was tried, too: now folds of all recordings
+                    data = data.joined
+                    trainer = _fold_trainer(data, settings, on, folder)
+                    own = choose_kind(trainer, detector="spectral", seed=settings.seed, progress=show)
+                    choice = own and choice and replace(own, tried=choice.tried, reason=choice.reason)
                 return _train_spectral(data, lengths, trainer, choice, folder)
         for part in data.parts.values():
             part.preload(settings.preload_to_ram, show)

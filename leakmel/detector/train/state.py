@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from leakmel.detector.data.segments import (
     row_blocks,
 )
 from leakmel.detector.data.splits import Split, existing_split
-from leakmel.detector.metrics.metrics import DecisionRule, choose_rule, leak_metrics, vote_scores
+from leakmel.detector.metrics.metrics import DecisionRule, choose_rule, leak_metrics, share_error, vote_scores
 from leakmel.detector.metrics.significance import plain
 from leakmel.detector.model.card import Provenance, provenance_of
 from leakmel.detector.model.detector import Detector, image_shape, score_rows
@@ -85,6 +85,24 @@ class TrainingData:
         sources = {id(s): s for ds in self.parts.values() for s in ds.sources}
         found = [s.relabelled for s in sources.values() if s.relabelled is not None]
         return joint_counts(found) if found else {}
+
+    @property
+    def joined(self) -> "TrainingData":
+        "The same with the recordings of validation among those of training: folds take the place of validation."
+        if self.validation is None:
+            return self
+        learned, held = self.training, self.validation
+        is_split = held.sources == learned.sources
+        sources = learned.sources if is_split else [*learned.sources, *held.sources]
+        rows = np.sort(np.concatenate([learned.rows, held.rows + (0 if is_split else learned.starts[-1])]))
+        digests = {"training": self.identity["training"] + self.identity["validation"], "validation": ""}
+        return replace(
+            self,
+            training=Segments(sources, level="long", rows=rows, task=self.task, preload_to_ram=False),
+            validation=None,
+            split=self.split if is_split else None,
+            identity=self.identity | digests,
+        )
 
     @cached_property
     def provenance(self) -> Provenance:
@@ -276,7 +294,7 @@ def is_better(
     n_leaks: int,  # recordings of validation that F1 rests upon
 ) -> bool:
     "Return whether an epoch is better than the best one before it."
-    least = highest - f1_error(highest, n_leaks)
+    least = highest - share_error(highest, n_leaks)
 
     def rank(e: EpochFigures) -> tuple[bool, float, float]:
         "F1, then the loss; near the highest F1 only the loss; an undefined value is the worst."
@@ -284,15 +302,6 @@ def is_better(
         return e.f1 >= least, min(f1, least), loss
 
     return b is None or rank(a) > rank(b)
-
-
-def f1_error(
-    f1: float,
-    n_leaks: int,  # at least 1
-) -> float:
-    "Return the approximate standard error of an F1, as of a proportion of at least one leak."
-    share = (f1 * n_leaks + 2) / (n_leaks + 4)
-    return math.sqrt(share * (1 - share) / (n_leaks + 4))
 
 
 def should_stop(epochs: Sequence[EpochFigures], patience: int) -> bool:
