@@ -559,7 +559,7 @@ class SimilarRecordings:
         lost = [f"  {s['rejected']:,} files could not be read and were not searched"] if s["rejected"] else []
         head = f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}"
         labels = f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label"
-        return "\n".join([head, *near, labels, *lost])
+        return "\n".join([head, labels, *near, *lost])
 
     def figure(
         self,

@@ -176,7 +176,7 @@ class Fetch(Operation):
             keys = ("name", "title", "doi", "size", "licence")
             body = {"sets": [{key: getattr(s, key) for key in keys} for s in SETS.values()]}
             help = "leakmel fetch NAME shows licence and citation, and asks before it downloads."
-            return Outcome(SETS, body, f"{catalogue_text()}\n\n{help}")
+            return Outcome(SETS, body, f"{catalogue_text()}\n{help}\nnext: leakmel fetch dongguan")
         if self.source is not None:
             refuse_unused(unverified, "together with --from, because nothing is downloaded")
         found = lm.fetch(
@@ -188,7 +188,8 @@ class Fetch(Operation):
             progress=run.progress,
             show=print_error,
         )
-        return Outcome(found, found.summary, repr(found))
+        lines = repr(found).partition("\nnext:")[0]
+        return Outcome(found, found.summary, run.answer([lines], found.commands[1:], next=found.commands[0]))
 
 
 @operation(
@@ -252,7 +253,7 @@ class Labels(Operation):
                 format=self.format or "audacity",
                 recordings=self.recordings,
             )
-        return Outcome(made, made.summary, repr(made))
+        return Outcome(made, made.summary, run.answer([repr(made)]))
 
 # %% ../../nbs/operations/extras.ipynb #89c42a0f
 @operation(
@@ -300,7 +301,9 @@ class Suggest(Operation):
             mix=sample_mix(self.mix),
             progress=run.progress,
         )
-        return Outcome(found, found.summary, found.text())
+        tables = ["--scores", show_path(self.out)] if self.out else ["--model", self.model]
+        command = shlex.join(["leakmel", "review", self.folder, *tables])
+        return Outcome(found, found.summary, run.answer([found.text()], next=command))
 
 # %% ../../nbs/operations/extras.ipynb #28ffc9c8
 _QUEUES = Literal[
@@ -381,7 +384,8 @@ class Review(Operation):
             finally:
                 signal.signal(signal.SIGINT, before)
         body = {"notebook": show_path(path), "labels": given["labels"], "command": command}
-        return Outcome(path, body, show_path(path), status)
+        text = run.answer([show_path(path)], next="" if self.lab else shlex.join(command))
+        return Outcome(path, body, text, status)
 
 # %% ../../nbs/operations/extras.ipynb #39db6bae
 @dataclass(frozen=True, kw_only=True)
@@ -429,13 +433,14 @@ class Similar(_Embedding):
             spec=self.features,
             progress=run.progress,
         )
-        text = found.text()
+        command = ["leakmel", "similar", self.file, "--in", self.among, "--html", "similar.html"]
+        text = run.answer([found.text()], next="" if page else shlex.join(command))
         if page is not None:
             from leakmel.pages.page_figures import Section, write_report
 
             sections = [Section("Recordings", [found.table]), Section("Spectrograms", [found.figure()])]
             title = f"Recordings similar to {show_path(found.query.name)}"
-            write_report(page, title, text.partition("\n")[0], sections)
+            write_report(page, title, found.text().partition("\n")[0], sections)
             text += f"\nreport: {show_path(page)}"
         return Outcome(found, found.summary | {"html": page and show_path(page)}, text)
 
@@ -456,8 +461,12 @@ class Embed(_Embedding):
         found = lm.embed(
             self.model, self.source, out=out, spec=self.features, length=length, progress=run.progress
         )
-        text = f"{found!r}, {found.seconds:.1f} s\nembeddings in {show_path(out)}"
-        return Outcome(found, found.summary | {"out": show_path(out)}, text)
+        path = show_path(out)
+        text = run.answer(
+            [f"{found!r}, {found.seconds:.1f} s", f"embeddings in {path}"],
+            next=f"leakmel similar RECORDING.wav --in {shlex.quote(path)}",
+        )
+        return Outcome(found, found.summary | {"out": path}, text)
 
 # %% ../../nbs/operations/extras.ipynb #086491df
 def correlation_page(found: Any, path: Path) -> Path:
@@ -545,7 +554,22 @@ class Correlate(Operation):
         own = values_of(self, "distance_m clock_error_s offset_s distance_error_m speed_error_m_s method")
         given = {name: value for name, value in own.items() if value is not None}
         found = lm.correlate(a, b, speed_m_s=speed, band_hz=None if band[0] is None else band, **given)
-        text = found.text()
+        names = "distance_m speed_m_s material diameter_mm wall_mm clock_error_s offset_s"
+        options = [
+            word
+            for name, value in values_of(self, names).items()
+            if value is not None
+            for word in (f"--{name.replace('_', '-')}", str(value))
+        ]
+        command = [
+            "leakmel",
+            "correlate",
+            *filter(None, [self.a, self.b]),
+            *options,
+            "--html",
+            "position.html",
+        ]
+        text = run.answer([found.text()], next="" if page else shlex.join(command))
         if page is not None:
             correlation_page(found, page)
             text += f"\nreport: {show_path(page)}"
@@ -598,7 +622,10 @@ class Search(WithTraining):
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Search; an interrupted search in the same folder is resumed."
         result = lm.search(out=plan.out, progress=run.progress, **plan.given)
-        return Outcome(result, result.summary, wrap_text(repr(result), run.width))
+        data = shlex.quote(show_path(self.data or "DATA"))
+        model = shlex.quote(show_path(result.model_path))
+        text = run.answer(result.answer(), [repr(result)], next=f"leakmel evaluate {data} --model {model}")
+        return Outcome(result, result.summary, text)
 
 # %% ../../nbs/operations/extras.ipynb #743107ab
 @operation(
@@ -692,7 +719,9 @@ class Retrain(Operation):
         done = lm.retrain(out=plan.out, progress=run.progress, **plan.given)
         body = done.record | {"folder": show_path(done.folder)}
         write_summary(done.folder, {"ok": True} | body)
-        return Outcome(done, body, wrap_text(repr(done), run.width))
+        folder = shlex.quote(show_path(plan.out))
+        text = run.answer(done.answer(), [repr(done)], next=f"leakmel predict FOLDER --model {folder}")
+        return Outcome(done, body, text)
 
 # %% ../../nbs/operations/extras.ipynb #c6c979cb
 @operation(
@@ -744,7 +773,11 @@ class Nightly(Operation):
         done = lm.nightly(**plan.given, progress=run.progress)
         body = {"ok": True} | done.summary
         write_summary(plan.out, body)
-        return Outcome(done, body, done.text(), 4 if self.exit_code and done.to_visit else 0)
+        command = shlex.join(
+            ["leakmel", "review", str(plan.given["folder"]), "--model", str(plan.given["model"])]
+        )
+        text = run.answer([done.text()], next=command)
+        return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
 
 # %% ../../nbs/operations/extras.ipynb #7f3efe20
 @operation("export", example="leakmel export mels --to huggingface --out mels-hf")
@@ -795,7 +828,8 @@ class Export(Operation):
             check=self.check,
             progress=run.progress,
         )
-        return Outcome(done, done.summary, done.text)
+        command = shlex.join(["leakmel", "export", "--card", self.file])
+        return Outcome(done, done.summary, run.answer([done.text], next=command))
 
     def _export_data(self, run: Run) -> Outcome:
         "Export a data set or a history."
@@ -819,7 +853,8 @@ class Export(Operation):
             done = export_history(self.file, **how)
         else:
             done = lm.export_dataset(self.file, license=self.license, **how)
-        return Outcome(done, done.summary, repr(done))
+        card = "" if is_state_folder(self.file) else shlex.join(["leakmel", "export", "--card", self.file])
+        return Outcome(done, done.summary, run.answer([repr(done)], next=card))
 
 
 @operation(
@@ -896,9 +931,9 @@ class Cache(Operation):
             what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
             lines.append(f"  {used}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}")
         listed = [vars(f) | {"path": show_path(f.path)} for f in files]
-        return Outcome(
-            files, {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}, "\n".join(lines)
-        )
+        command = "leakmel machine cache clear --unused-days 30" if is_list and files else ""
+        body = {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}
+        return Outcome(files, body, run.answer(lines, next=command))
 
 
 @operation(
@@ -935,7 +970,13 @@ class Tune(WithFeatures):
             budget_s=self.budget_s,
             work_dir=self.work_dir,
         )
-        return Outcome(figures, figures, "\n".join(filter(None, [spec_note, tune_table(figures)])))
+        lines = [
+            figures["advice"],
+            *figures["notes"],
+            *[f"stored for later builds in {x}" for x in [figures.get("path")] if x],
+        ]
+        command = shlex.join(["leakmel", "build", str(self.data_root or "RECORDINGS"), "--out", "mels"])
+        return Outcome(figures, figures, run.answer(lines, [spec_note, tune_table(figures)], next=command))
 
 
 @operation("bench", words="machine bench", example="leakmel machine bench work --suite build --files 8000")
@@ -967,10 +1008,10 @@ class Bench(Operation):
             rounds=self.rounds,
             log=print_error,
         )
-        text = f"{build_table(record)}\nstored as {show_path(path)}"
-        return Outcome(
-            record, record | {"path": show_path(path)}, text, 0 if record["verified"]["all_ok"] else 1
-        )
+        table, stored = build_table(record).splitlines(), show_path(path)
+        # recordings, machine and check; the first setting
+        text = run.answer([*table[-2:], *table[:1], *table[2:3], f"stored as {stored}"], table)
+        return Outcome(record, record | {"path": stored}, text, 0 if record["verified"]["all_ok"] else 1)
 
 
 @operation(
@@ -990,4 +1031,15 @@ class Doctor(Operation):
 
         with Progress(len(CHECKS), label="doctor", unit="checks", show=run.progress) as bar:
             report = examine(self.dir, progress=bar.update)
-        return Outcome(report, report.to_dict(), report.text(run.width), 0 if report.ok else 1)
+        found = [
+            f"{c.title}: {c.found}. {c.advice}".rstrip()
+            for c in report.checks
+            if c.blocks or c.status == "warn"
+        ]
+        folder = shlex.quote(self.dir or "RECORDINGS")
+        text = run.answer(
+            [report.title, *found],
+            [report.text(run.width)],
+            next=f"leakmel scan {folder} --content" if report.ok else "",
+        )
+        return Outcome(report, report.to_dict(), text, 0 if report.ok else 1)

@@ -74,6 +74,7 @@ def result_files(
 class Resampled(RowTable):
     "Result of a resampling: what all kinds of them have."
 
+    acted_on = ("verdict", "answer", "detector", "better", "caution", "written")
     name: ClassVar[str]  # also the first key of summary.json
     task: Task
     asked: str  # kind of detector in the settings
@@ -496,8 +497,10 @@ class Generalisation(Resampled):
                 continue
             found = self.tested[g["by"]]
             rows.append(("by", f"{title}: {g['groups']:,} groups, {figures_text(found.detector)}"))
-            simple = (f"{m.title} {m.figures['auc']:.3f}" for m in found.baselines.values())
+            simple = {f"{m.title} {m.figures['auc']:.3f}": m.figures["auc"] for m in found.baselines.values()}
             rows.append(("", f"AUC of baselines: {', '.join(simple)}"))
+            if better := [text for text, auc in simple.items() if auc >= found.detector.figures["auc"]]:
+                rows.append(("better", f"{', '.join(better)}: not below the detector, by {title}"))
             if g["note"]:
                 rows.append(("", f"{g['note']}."))
         return [*rows, ("answer", self.answer["text"]), *super().rows()]

@@ -50,7 +50,7 @@ from leakmel.recordings.wav import read_wav
 _KINDS = {
     "held out": {"path", "score", "fold", "leak"},
     "suggestions": {"path", "score", "kind", "reason", "digest"},
-    "predictions": {"path", "score", "threshold", "segment_scores"},
+    "predictions": {"path", "score", "threshold"},
 }
 _TRUTH = {"true": True, "wahr": True, "vrai": True, "false": False, "falsch": False, "faux": False}
 ScoreRow = tuple[str, dict[str, Any]]  # path as `show_path` shows it, and some of NO_SCORES
