@@ -104,13 +104,10 @@ class Run:
         next: str = "",
     ) -> str:
         "Return an answer: at most five lines, or with `full` all of them and the rest, and the next command."
-        shown = [line for line in "\n".join(lines).splitlines() if line]
-        rest = [line for line in "\n".join(rest).splitlines() if line]
-        if self.full:
-            shown += rest
-        elif left := (len(shown) - 4 if len(shown) > 5 else 0) + len(rest):
-            shown = [*shown[: 4 if left else 5], f"{left:,} more line{'s' * (left != 1)}: --full"]
-        return wrap_text("\n".join([*shown, *[f"next: {next}"] * bool(next)]), self.width)
+        shown, more = ([x for x in "\n".join(part).splitlines() if x] for part in (lines, rest))
+        more = shown[5:] + more
+        ended = more if self.full else [f"({len(more):,} more lines: --full)"] * bool(more)
+        return wrap_text("\n".join([*shown[:5], *ended, *[f"next: {next}"] * bool(next)]), self.width)
 
 
 @dataclass(frozen=True)

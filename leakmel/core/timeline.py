@@ -536,13 +536,11 @@ class Analysis:
         gain_s = self.bounds[self.limiting]
         is_starved = any(text.startswith("LOW QUEUE DEPTH") for text in self.findings)
         if gain_s >= BOTTLENECK_SHARE * self.wall_s or is_starved:
-            if self.limiting == "verify":
-                return [
-                    "Recompute fewer rows (--check 8), and all of them later: leakmel verify FILE --sample all."
-                ]
-            return [
-                f"Nothing to change: the measurements show no setting that would shorten {self.limiting}."
-            ]
+            fewer = (
+                "Recompute fewer rows (--check 8), and all of them later: leakmel verify FILE --sample all."
+            )
+            none = f"Nothing to change: the measurements show no setting that would shorten {self.limiting}."
+            return [fewer if self.limiting == "verify" else none]
         why = f"no stage reaches the threshold of {100 * BOTTLENECK_SHARE:.0f} %"
         saved = f"the best change would save at most {gain_s:.2f} of {self.wall_s:.2f} s"
         return [f"Nothing to change: {why}; {saved}."]

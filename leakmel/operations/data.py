@@ -80,9 +80,9 @@ class Demo(Operation):
             done = lm.write_demo(
                 self.dir, n_files=self.files, seed=self.seed, faults=self.faults, progress=bar.update
             )
-        faults = [{"path": show_path(path), "what": what} for path, what in done.faults]
-        planted = [f"  planted fault: {f['path']}: {f['what']}" for f in faults]
         root = show_path(done.root)
+        faults = [{"path": show_path(path), "what": what} for path, what in done.faults]
+        planted = (f"  planted fault: {f['path']}: {f['what']}" for f in faults)
         text = run.answer([repr(done), *planted], next=f"leakmel scan {quote(root)} --content")
         return Outcome(done, vars(done) | {"root": root, "faults": faults}, text)
 
@@ -133,17 +133,16 @@ class Scan(NamedRecordings):
         lines = [f"{how_many(len(manifest), 'recording')}: {', '.join(parts)}", *whole]
         if manifest.preview is not None:
             lines.append(repr(manifest.preview))
-        if problems:
-            lines.append(f"{report!r}{' (--most N, or all)' if report.more else ''}")
-        else:
-            where = "" if self.content else " in names and folders (--content also reads the recordings)"
-            lines.append(f"No problems found{where}.")
+        where = "" if self.content else " in names and folders (--content also reads the recordings)"
+        shown = f"{report!r}{' (--most N, or all)' if report.more else ''}"
+        lines.append(shown if problems else f"No problems found{where}.")
         proposal = None
-        facts = [] if stored is None else [f"listing: {stored}"]
         if len(manifest):
             proposal = propose_build(manifest, os.fspath(self.root), options=self.words)
-            facts += [line for line in proposal.lines() if line.strip() != proposal.command]
-        lines.append(run.answer(facts, next="" if proposal is None else proposal.command))
+            facts = (line for line in proposal.lines() if line.strip() != proposal.command)
+            lines.append(run.answer(facts, next=proposal.command))
+        if stored is not None:
+            lines.append(f"listing: {stored}")
         body = {
             "root": show_path(manifest.root),
             "found": len(manifest),
@@ -445,7 +444,7 @@ class Build(WithFeatures):
             results = [lm.build(root, split=self.split, out=self.out, **given)]
         body = run_summary(results) if self.split == "all" else results[0].summary
         report = self._write_report(results) if self.report else {}
-        lines = [*build_answer(results, self.words)]
+        lines = build_answer(results, self.words)
         lines += [f"uploaded: {r.summary['uploaded']}" for r in results if "uploaded" in r.summary]
         lines += [f"report: {path}" for path in report.values()]
         how = [*results[0].summary["mode_lines"], *map(build_text, results)]
@@ -473,9 +472,8 @@ class Build(WithFeatures):
         if self.analysis == "auto" and results[0].run_s < _LONG_S:
             return []
         done = [r.summary for r in results if not r.summary["nothing_to_do"]]
-        timeline = results[0].timeline
-        text = analysis_text(timeline, done, width=run.width, analysis=self.analysis) if done else ""
-        return ["", text] if text else []
+        text = done and analysis_text(results[0].timeline, done, width=run.width, analysis=self.analysis)
+        return ["", str(text)] if text else []
 
     def _write_report(self, results: "Sequence[lm.BuildResult]") -> dict[str, str]:
         "Write the report of a build, and return its path for `--json`."
@@ -520,15 +518,13 @@ def build_text(result: "lm.BuildResult") -> str:
     from leakmel.pages.dashboard import cache_sentence
 
     s = result.summary
-    lines = [
-        show_path(result.path),
-        f"  {result.seconds:.2f} s from listing to the report (without {result.start_up_s:.2f} s of imports)",
-        f"  {reused_rows_sentence(s) or rate_text(s)}",
-        f"  engine {s['engine']}, page cache {cache_sentence(s)}",
-    ]
-    if s["engine_reason"]:
-        lines.append(f"  {s['engine_reason']}")
-    return "\n".join(lines)
+    return (
+        f"{show_path(result.path)}\n"
+        f"  {result.seconds:.2f} s from listing to the report (without {result.start_up_s:.2f} s of imports)\n"
+        f"  {reused_rows_sentence(s) or rate_text(s)}\n"
+        f"  engine {s['engine']}, page cache {cache_sentence(s)}\n"
+        f"  {s['engine_reason']}"
+    )
 
 
 def build_answer(
@@ -542,11 +538,11 @@ def build_answer(
     from leakmel.recordings.labels import counts_text
     from leakmel.recordings.problems import format_counts
 
-    lines, facts = list[str](), list[str]()
+    lines = list[str]()
+    facts = list[str]()
     for r in results:
         s = r.summary
         n_rejected = len(r.rejections)
-        counted = f"{r.rows:,} rows + {n_rejected:,} rejected = {r.found:,} files found"
         people = s["labels_by_people"]
         counts = Counter(x.code for x in r.rejections)
         codes = ", ".join(f"{n:,} x {code}" for code, n in counts.most_common())
@@ -561,6 +557,7 @@ def build_answer(
             ("labels: ", counts_text(people) if people else ""),
             ("changed to fit: ", format_counts(s["status_counts"])),
         )
+        counted = f"{r.rows:,} rows + {n_rejected:,} rejected = {r.found:,} files found"
         lines.append(f"{show_path(r.path.name)}: {counted}; {r.verified.verdict}")
         split = f"{r.split}, " * (len(results) > 1)
         facts += [f"  {split}{name}{text}" for name, text in texts if text]

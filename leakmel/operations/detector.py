@@ -30,7 +30,6 @@ from leakmel.core.operation import (
     user_path,
     write_summary,
 )
-from leakmel.core.progress import wrap_text
 from leakmel.detector.model.settings import CheckpointSettings, Metric, TrainSettings
 
 

@@ -33,7 +33,7 @@ from leakmel.core.operation import (
     write_summary,
 )
 from leakmel.core.parameters import Kinds
-from leakmel.core.progress import Progress, print_error, size_text, wrap_text
+from leakmel.core.progress import Progress, print_error, size_text
 from leakmel.core.threads import start_process
 from leakmel.detector.model.settings import CheckpointSettings, RoundRules, TrainSettings
 from leakmel.operations.data import WithFeatures
@@ -95,15 +95,17 @@ class WorkingFolder:
         }
 
     def __repr__(self) -> str:
+        notes = {
+            f"  existing notebooks were not changed: {', '.join(self.kept)}": self.kept,
+            "  To get a new copy of one, rename it and run the command again.": self.kept,
+            "JupyterLab is not installed. Install it: pip install 'leakmel[learn,notebook]'": (
+                importlib.util.find_spec("jupyterlab") is None
+            ),
+            "In JupyterLab, open start.ipynb and run its cells.": True,
+        }
         lines = [f"{show_path(self.folder)}: {len(self.created)} notebooks created, results go to runs/"]
-        if self.kept:
-            lines += [
-                f"  existing notebooks were not changed: {', '.join(self.kept)}",
-                "  To get a new copy of one, rename it and run the command again.",
-            ]
-        if importlib.util.find_spec("jupyterlab") is None:
-            lines.append("JupyterLab is not installed. Install it: pip install 'leakmel[learn,notebook]'")
-        return "\n".join([*lines, f"next: {self.summary['next']}, then open start.ipynb and run its cells"])
+        lines += [note for note, holds in notes.items() if holds]
+        return "\n".join([*lines, f"next: {self.summary['next']}"])
 
 # %% ../../nbs/operations/extras.ipynb #912c046d
 def make_working_folder(folder: str | os.PathLike) -> WorkingFolder:  # raises OutputError
@@ -188,8 +190,9 @@ class Fetch(Operation):
             progress=run.progress,
             show=print_error,
         )
-        lines = repr(found).partition("\nnext:")[0]
-        return Outcome(found, found.summary, run.answer([lines], found.commands[1:], next=found.commands[0]))
+        return Outcome(
+            found, found.summary, run.answer([repr(found)], found.commands[1:], next=found.commands[0])
+        )
 
 
 @operation(
@@ -301,9 +304,9 @@ class Suggest(Operation):
             mix=sample_mix(self.mix),
             progress=run.progress,
         )
-        tables = ["--scores", show_path(self.out)] if self.out else ["--model", self.model]
-        command = shlex.join(["leakmel", "review", self.folder, *tables])
-        return Outcome(found, found.summary, run.answer([found.text()], next=command))
+        tables = ["--scores", self.out] if self.out else ["--model", self.model]
+        text = run.answer([found.text()], next=shlex.join(["leakmel", "review", self.folder, *tables]))
+        return Outcome(found, found.summary, text)
 
 # %% ../../nbs/operations/extras.ipynb #28ffc9c8
 _QUEUES = Literal[
@@ -384,8 +387,8 @@ class Review(Operation):
             finally:
                 signal.signal(signal.SIGINT, before)
         body = {"notebook": show_path(path), "labels": given["labels"], "command": command}
-        text = run.answer([show_path(path)], next="" if self.lab else shlex.join(command))
-        return Outcome(path, body, text, status)
+        then = "" if self.lab else shlex.join(command)
+        return Outcome(path, body, run.answer([show_path(path)], next=then), status)
 
 # %% ../../nbs/operations/extras.ipynb #39db6bae
 @dataclass(frozen=True, kw_only=True)
@@ -433,8 +436,8 @@ class Similar(_Embedding):
             spec=self.features,
             progress=run.progress,
         )
-        command = ["leakmel", "similar", self.file, "--in", self.among, "--html", "similar.html"]
-        text = run.answer([found.text()], next="" if page else shlex.join(command))
+        words = ["leakmel", "similar", self.file, "--in", self.among, "--html", "similar.html"]
+        text = run.answer([found.text()], next=shlex.join(words) if page is None else "")
         if page is not None:
             from leakmel.pages.page_figures import Section, write_report
 
@@ -461,12 +464,11 @@ class Embed(_Embedding):
         found = lm.embed(
             self.model, self.source, out=out, spec=self.features, length=length, progress=run.progress
         )
-        path = show_path(out)
         text = run.answer(
-            [f"{found!r}, {found.seconds:.1f} s", f"embeddings in {path}"],
-            next=f"leakmel similar RECORDING.wav --in {shlex.quote(path)}",
+            [f"{found!r}, {found.seconds:.1f} s", f"embeddings in {show_path(out)}"],
+            next=f"leakmel similar RECORDING.wav --in {shlex.quote(show_path(out))}",
         )
-        return Outcome(found, found.summary | {"out": path}, text)
+        return Outcome(found, found.summary | {"out": show_path(out)}, text)
 
 # %% ../../nbs/operations/extras.ipynb #086491df
 def correlation_page(found: Any, path: Path) -> Path:
@@ -554,22 +556,11 @@ class Correlate(Operation):
         own = values_of(self, "distance_m clock_error_s offset_s distance_error_m speed_error_m_s method")
         given = {name: value for name, value in own.items() if value is not None}
         found = lm.correlate(a, b, speed_m_s=speed, band_hz=None if band[0] is None else band, **given)
-        names = "distance_m speed_m_s material diameter_mm wall_mm clock_error_s offset_s"
-        options = [
-            word
-            for name, value in values_of(self, names).items()
-            if value is not None
-            for word in (f"--{name.replace('_', '-')}", str(value))
-        ]
-        command = [
-            "leakmel",
-            "correlate",
-            *filter(None, [self.a, self.b]),
-            *options,
-            "--html",
-            "position.html",
-        ]
-        text = run.answer([found.text()], next="" if page else shlex.join(command))
+        pipe = values_of(self, "distance_m speed_m_s material diameter_mm wall_mm clock_error_s offset_s")
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in pipe.items() if value is not None]
+        files = [name for name in (self.a, self.b) if name]
+        again = shlex.join(["leakmel", "correlate", *files, *words, "--html", "position.html"])
+        text = run.answer([found.text()], next=again if files and page is None else "")
         if page is not None:
             correlation_page(found, page)
             text += f"\nreport: {show_path(page)}"
@@ -622,10 +613,10 @@ class Search(WithTraining):
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Search; an interrupted search in the same folder is resumed."
         result = lm.search(out=plan.out, progress=run.progress, **plan.given)
-        data = shlex.quote(show_path(self.data or "DATA"))
-        model = shlex.quote(show_path(result.model_path))
-        text = run.answer(result.answer(), [repr(result)], next=f"leakmel evaluate {data} --model {model}")
-        return Outcome(result, result.summary, text)
+        words = ["leakmel", "evaluate", self.data or "DATA", "--model", show_path(result.model_path)]
+        return Outcome(
+            result, result.summary, run.answer(result.answer(), [repr(result)], next=shlex.join(words))
+        )
 
 # %% ../../nbs/operations/extras.ipynb #743107ab
 @operation(
@@ -719,9 +710,8 @@ class Retrain(Operation):
         done = lm.retrain(out=plan.out, progress=run.progress, **plan.given)
         body = done.record | {"folder": show_path(done.folder)}
         write_summary(done.folder, {"ok": True} | body)
-        folder = shlex.quote(show_path(plan.out))
-        text = run.answer(done.answer(), [repr(done)], next=f"leakmel predict FOLDER --model {folder}")
-        return Outcome(done, body, text)
+        then = f"leakmel predict FOLDER --model {shlex.quote(show_path(plan.out))}"
+        return Outcome(done, body, run.answer(done.answer(), [repr(done)], next=then))
 
 # %% ../../nbs/operations/extras.ipynb #c6c979cb
 @operation(
@@ -773,10 +763,14 @@ class Nightly(Operation):
         done = lm.nightly(**plan.given, progress=run.progress)
         body = {"ok": True} | done.summary
         write_summary(plan.out, body)
-        command = shlex.join(
-            ["leakmel", "review", str(plan.given["folder"]), "--model", str(plan.given["model"])]
-        )
-        text = run.answer([done.text()], next=command)
+        words = [
+            "leakmel",
+            "review",
+            show_path(plan.given["folder"]),
+            "--model",
+            show_path(plan.given["model"]),
+        ]
+        text = run.answer([done.text()], next=shlex.join(words))
         return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
 
 # %% ../../nbs/operations/extras.ipynb #7f3efe20
@@ -828,8 +822,8 @@ class Export(Operation):
             check=self.check,
             progress=run.progress,
         )
-        command = shlex.join(["leakmel", "export", "--card", self.file])
-        return Outcome(done, done.summary, run.answer([done.text], next=command))
+        then = f"leakmel export --card {shlex.quote(self.file)}"
+        return Outcome(done, done.summary, run.answer([done.text], next=then))
 
     def _export_data(self, run: Run) -> Outcome:
         "Export a data set or a history."
@@ -848,13 +842,13 @@ class Export(Operation):
         if self.out is None:
             raise wrong_arguments("an export needs a folder", expected="--out DIR, or --onnx for a detector")
         how: Any = {"out": user_path(self.out), "to": self.to or "parquet", "progress": run.progress}
+        then = f"leakmel export --card {shlex.quote(self.file)}"
         if is_state_folder(self.file):
             refuse_unused({"--license": self.license}, "for the history of nightly runs, which has no card")
-            done = export_history(self.file, **how)
+            done, then = export_history(self.file, **how), ""
         else:
             done = lm.export_dataset(self.file, license=self.license, **how)
-        card = "" if is_state_folder(self.file) else shlex.join(["leakmel", "export", "--card", self.file])
-        return Outcome(done, done.summary, run.answer([repr(done)], next=card))
+        return Outcome(done, done.summary, run.answer([repr(done)], next=then))
 
 
 @operation(
@@ -931,9 +925,9 @@ class Cache(Operation):
             what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
             lines.append(f"  {used}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}")
         listed = [vars(f) | {"path": show_path(f.path)} for f in files]
-        command = "leakmel machine cache clear --unused-days 30" if is_list and files else ""
         body = {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}
-        return Outcome(files, body, run.answer(lines, next=command))
+        then = "leakmel machine cache clear --unused-days 30" if is_list and files else ""
+        return Outcome(files, body, run.answer(lines, next=then))
 
 
 @operation(
@@ -970,13 +964,9 @@ class Tune(WithFeatures):
             budget_s=self.budget_s,
             work_dir=self.work_dir,
         )
-        lines = [
-            figures["advice"],
-            *figures["notes"],
-            *[f"stored for later builds in {x}" for x in [figures.get("path")] if x],
-        ]
-        command = shlex.join(["leakmel", "build", str(self.data_root or "RECORDINGS"), "--out", "mels"])
-        return Outcome(figures, figures, run.answer(lines, [spec_note, tune_table(figures)], next=command))
+        lines = [f"{figures['seconds']:.1f} s; {figures['advice']}", *figures["notes"]]
+        then = f"leakmel build {shlex.quote(self.data_root or 'RECORDINGS')} --out mels"
+        return Outcome(figures, figures, run.answer(lines, [spec_note, tune_table(figures)], next=then))
 
 
 @operation("bench", words="machine bench", example="leakmel machine bench work --suite build --files 8000")
@@ -1008,10 +998,11 @@ class Bench(Operation):
             rounds=self.rounds,
             log=print_error,
         )
-        table, stored = build_table(record).splitlines(), show_path(path)
-        # recordings, machine and check; the first setting
-        text = run.answer([*table[-2:], *table[:1], *table[2:3], f"stored as {stored}"], table)
-        return Outcome(record, record | {"path": stored}, text, 0 if record["verified"]["all_ok"] else 1)
+        table = build_table(record).splitlines()
+        # titles and the first setting; recordings, machine and check
+        text = run.answer([*table[:3], *table[-2:]], [*table[3:-2], f"stored as {show_path(path)}"])
+        body = record | {"path": show_path(path)}
+        return Outcome(record, body, text, 0 if record["verified"]["all_ok"] else 1)
 
 
 @operation(
@@ -1031,15 +1022,9 @@ class Doctor(Operation):
 
         with Progress(len(CHECKS), label="doctor", unit="checks", show=run.progress) as bar:
             report = examine(self.dir, progress=bar.update)
-        found = [
-            f"{c.title}: {c.found}. {c.advice}".rstrip()
-            for c in report.checks
-            if c.blocks or c.status == "warn"
-        ]
-        folder = shlex.quote(self.dir or "RECORDINGS")
-        text = run.answer(
-            [report.title, *found],
-            [report.text(run.width)],
-            next=f"leakmel scan {folder} --content" if report.ok else "",
+        wrong = (
+            f"  {c.title}: {c.found}. {c.advice}" for c in report.checks if c.blocks or c.status == "warn"
         )
+        then = f"leakmel scan {shlex.quote(self.dir or 'RECORDINGS')} --content" if report.ok else ""
+        text = run.answer([report.title, *wrong], [report.text(run.width)], next=then)
         return Outcome(report, report.to_dict(), text, 0 if report.ok else 1)

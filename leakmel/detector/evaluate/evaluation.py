@@ -285,10 +285,11 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
 
 
 def evaluation_answer(e: Evaluation) -> list[str]:  # at most six lines
-    "Return what a person acts on, the most important line first: leaks found and false alarms, the comparison with a level meter, what to expect at a new sensor."
+    "Return what a person acts on: leaks found and false alarms, comparison with a level meter, what to expect at a new sensor."
     counts, by = e.detector.counts, e.groups.by
     n_leaks, n_quiet = counts.true_leak + counts.missed_leak, counts.false_alarm + counts.true_normal
-    found = f"of {n_leaks:,} leaks found {counts.true_leak:,}; of {n_quiet:,} without a leak {counts.false_alarm:,} false alarm{'s' * (counts.false_alarm != 1)}"
+    alarms = f"{counts.false_alarm:,} false alarm{'s' * (counts.false_alarm != 1)}"
+    found = f"of {n_leaks:,} leaks found {counts.true_leak:,}; of {n_quiet:,} without a leak {alarms}"
     answers: dict[str, str] = {}
     for title, d in e.verdict.against:
         better = "yes" if d.is_better else "no, it is worse" if d.is_worse else "not shown"

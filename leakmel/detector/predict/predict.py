@@ -250,7 +250,7 @@ COLUMNS = {  # name -> kind
 # others describe the signal, or are the same in each row
 SHORT_COLUMNS = {
     name: COLUMNS[name]
-    for name in "path label leak score probability threshold sensor start_time status in_training".split()
+    for name in ["path", "label", "leak", "score", "probability", "threshold", "sensor", "start_time", "status", "in_training"]
 }
 REJECTED_COLUMNS = {"path": "text", "code": "word", "message": "text", "path_base64": "text"}
 
@@ -567,11 +567,12 @@ class Predictions:
             found = f"{round(r['leak_share'] * r['n_segments'])} of {r['n_segments']} segments"
             most.append(f"  {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {path:<{room}}  {found}")
         reasons = ", ".join(f"{n:,} x {code}" for code, n in s["rejected_by_code"].items())
+        listed = f", listed in {s['rejected_out']}" if s["out"] else ""
         notes = {  # line -> whether it applies
             f"Detector: {s['evaluation']}": True,
             unknown: s["in_training"] is None,
             f"{learned}: such scores do not show how it works on other recordings": n_learned,
-            f"rejected: {reasons}{self.out and f', listed in {rejected_path(self.out)}' or ''}": reasons,
+            f"rejected: {reasons}{listed}": reasons,
         }
         lines = [note for note, applies in notes.items() if applies]
         n_most = 4 - len(lines)  # of an answer of five lines
