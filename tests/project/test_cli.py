@@ -575,7 +575,7 @@ def test_scan_of_an_empty_folder_exits_with_1(tmp_path, say):
     (tmp_path / "empty").mkdir()
     status, out, _ = say("scan", tmp_path / "empty")
     assert status == 1
-    assert "  empty: none\ncannot be used:\n  1 x no_recordings" in out
+    assert "empty 0 (none)\ncannot be used:\n  1 x no_recordings" in out
     assert "no .wav or .wave file was found below" in out
     status, out, _ = say("scan", tmp_path / "empty", "--json")
     assert (only_json(out)["found"], only_json(out)["would_be_rejected"]) == (0, 0)

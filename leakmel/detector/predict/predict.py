@@ -250,7 +250,7 @@ COLUMNS = {  # name -> kind
 # others describe the signal, or are the same in each row
 SHORT_COLUMNS = {
     name: COLUMNS[name]
-    for name in ["path", "label", "leak", "score", "probability", "threshold", "sensor", "start_time", "status", "in_training"]
+    for name in "path label leak score probability threshold sensor start_time status in_training".split()
 }
 REJECTED_COLUMNS = {"path": "text", "code": "word", "message": "text", "path_base64": "text"}
 
