@@ -368,9 +368,9 @@ class Train(WithTraining):
 
             report["report"] = show_path(training_report(result, evaluation, plan.out / "report.html"))
             rest.insert(0, f"report: {report['report']}")
-        command = f"leakmel predict FOLDER --model {quote(show_path(result.model_path))}"
         body = run_summary(result, evaluation) | report
-        return Outcome(result, body, run.answer(lines, rest, next=command))
+        then = f"leakmel predict FOLDER --model {quote(show_path(result.model_path))}"
+        return Outcome(result, body, run.answer(lines, rest, next=then))
 
     def _answer(self, result: "lm.TrainResult", evaluation: "lm.Evaluation | None") -> list[str]:
         "Return what a person acts on: the detector, its evaluation, and the next steps."
@@ -460,13 +460,9 @@ class Train(WithTraining):
 
             by_one_group = cast("lm.CrossValidation", found)
             pages = {"report": show_path(cross_validation_report(by_one_group, out / "report.html"))}
-        data = quote(show_path(self.data or "DATA"))
-        text = run.answer(
-            [*found.answer(), *map(": ".join, pages.items())],
-            [repr(found)],
-            next=f"leakmel train {data} --out detector",
-        )
-        return Outcome(found, found.to_dict() | pages, text)
+        lines = [*found.answer(), *map(": ".join, pages.items())]
+        then = f"leakmel train {quote(self.data or 'DATA')} --out detector"
+        return Outcome(found, found.to_dict() | pages, run.answer(lines, [repr(found)], next=then))
 
 # %% ../../nbs/operations/detector.ipynb #70d46a6c
 @operation(
@@ -567,10 +563,9 @@ class Evaluate(Operation):
         written = found.save(plan.out, plots=self.figures or run.keeps) if self._writes(run) else {}
         recorded = try_to_record(plan.given["model"], found, plan.given["data"])
         paths = {name: show_path(path) for name, path in written.items()}
-        notes = [recorded, f"written: {', '.join(paths.values())}" * bool(paths)]
         text = run.answer(
             [*evaluation_answer(found), recorded * ("not recorded" in recorded)],
-            [*notes, found.report(run.width)],
+            [recorded, f"written: {', '.join(paths.values())}" * bool(paths), found.report(run.width)],
             next=f"leakmel predict FOLDER --model {quote(show_path(plan.given['model']))}",
         )
         return Outcome(found, found.summary | {"written": paths}, text)
@@ -705,5 +700,5 @@ class Predict(Operation):
 
             path = plan.given["out"].with_suffix(".report.html")
             body = body | {"report": show_path(prediction_report(done, path, self.n_shown))}
-            text += f"\n  report: {body['report']}"
+            text = f"report: {body['report']}\n{text}"
         return Outcome(done, body, text, 0 if len(done) else 1)

@@ -552,10 +552,6 @@ class Predictions:
         s = self.summary
         share = f" ({100 * s['leaks'] / len(self):.0f} %)" if len(self) else ""
         n_learned = s["in_training"] or 0
-        by = f"the model was trained on features computed by {self.learned_by}: scores may differ in the last digits"
-        unknown = (
-            "the model does not store its training recordings: some of these recordings may be among them"
-        )
         learned = f"{n_learned:,} of the recordings {'was' if n_learned == 1 else 'were'} used to train the detector"
         flagged = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in s["flags"].items() if n)
         room = max(12, width - 45)  # characters of a path, which is shortened in the middle
@@ -567,12 +563,14 @@ class Predictions:
             found = f"{round(r['leak_share'] * r['n_segments'])} of {r['n_segments']} segments"
             most.append(f"  {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {path:<{room}}  {found}")
         reasons = ", ".join(f"{n:,} x {code}" for code, n in s["rejected_by_code"].items())
-        listed = f", listed in {s['rejected_out']}" if s["out"] else ""
+
         notes = {  # line -> whether it applies
             f"Detector: {s['evaluation']}": True,
-            unknown: s["in_training"] is None,
+            "the model does not store its training recordings: some of these recordings may be among them": (
+                s["in_training"] is None
+            ),
             f"{learned}: such scores do not show how it works on other recordings": n_learned,
-            f"rejected: {reasons}{listed}": reasons,
+            f"rejected: {reasons}": reasons,
         }
         lines = [note for note, applies in notes.items() if applies]
         n_most = 4 - len(lines)  # of an answer of five lines
@@ -581,16 +579,18 @@ class Predictions:
             f"{len(self):,} scored + {s['rejected']:,} rejected = {self.found:,} files found": True,
             str(self.rule): True,
             f"{self._speed} end to end; features by {self.engine}, model on {self.device}": True,
-            by: self.learned_by not in ("", self.engine),
+            f"the model was trained on features by {self.learned_by}: scores may differ in the last digits": (
+                self.learned_by not in ("", self.engine)
+            ),
             f"to check: {flagged}": flagged,
             f"scores in {s['out']}": s["out"],
+            f"rejected in {s['rejected_out']}": s["out"] and s["rejected"],
         }
         head = f"{s['leaks']:,} of {len(self):,} recordings are leaks at threshold {self.rule.threshold:.3g}{share}"
-        head += ", the most suspicious first:" if most else ""
         where = quote(show_path(self.folder))
         scores = f"--scores {quote(s['out'])}" if s["out"] else f"--model {quote(self.model)}"
         return Run(width=width, full=full).answer(
-            [head, *most[:n_most], *lines],
+            [head + ", the most suspicious first:" * bool(most), *most[:n_most], *lines],
             [line for line, applies in rest.items() if applies],
             next=f"leakmel review {where} {scores}" if most else "",
         )
@@ -630,17 +630,24 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
     paths = list(compress(found.listing.paths, readers.facts["good"].tolist()))
     if isinstance(found.names, ParsedNames):
         columns = columns_of_names(paths, ("sensor", "gain", "start_time"))
-        sensor, start_time = (
-            each_once(columns[name].tolist(), os.fsdecode) for name in ("sensor", "start_time")
-        )
+        texts = [each_once(columns[name].tolist(), os.fsdecode) for name in ("sensor", "start_time")]
         gain = columns["gain"]
     else:
         names = [found.names[k] for k in good.tolist()]
-        sensor, start_time = (each_once(getattr(x, name) for x in names) for name in ("sensor", "start_time"))
+        texts = [each_once(getattr(x, name) for x in names) for name in ("sensor", "start_time")]
         gain = np.array([x.gain for x in names])
-    texts = readers.encoding[good], readers.status[good], found.labels[good]
-    in_training = np.array(known if provenance.is_complete else [x or None for x in known], object)
-    return ScoredRecordings(paths, scores, facts, *texts, sensor, gain, start_time, in_training)
+    return ScoredRecordings(
+        paths,
+        scores,
+        facts,
+        encoding=readers.encoding[good],
+        status=readers.status[good],
+        label=found.labels[good],
+        sensor=texts[0],
+        gain=gain,
+        start_time=texts[1],
+        in_training=np.array(known if provenance.is_complete else [x or None for x in known], object),
+    )
 
 # %% ../../../nbs/detector/predict/predict.ipynb #eefd6075
 # recordings, files that were not scored, identity of the engine, device
