@@ -351,7 +351,7 @@ class RowTable:
         "Pairs of a name and a text."
         raise NotImplementedError
 
-    def answer(self) -> list[str]:
+    def answer_lines(self) -> list[str]:
         "Return the lines of an answer, the rows named in `acted_on`."
         return [f"{name}: {text}" for wanted in self.acted_on for name, text in self.rows() if name == wanted]
 

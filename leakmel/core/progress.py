@@ -281,9 +281,8 @@ def line_width(
 
 def per_second(rate: float, unit: str = "files") -> str:
     "Return a rate as text, or below one in a second the seconds that one takes."
-    if 0 < rate < 1:
-        return f"{1 / rate:.2g} s per {unit.removesuffix('s')}"
-    return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"
+    each = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    return f"{1 / rate:.2g} s per {unit.removesuffix('s')}" if 0 < rate < 1 else f"{each} {unit}/s"
 
 
 def wrap_text(

@@ -539,8 +539,11 @@ class Analysis:
             fewer = (
                 "Recompute fewer rows (--check 8), and all of them later: leakmel verify FILE --sample all."
             )
-            none = f"Nothing to change: the measurements show no setting that would shorten {self.limiting}."
-            return [fewer if self.limiting == "verify" else none]
+            return [
+                fewer
+                if self.limiting == "verify"
+                else f"Nothing to change: the measurements show no setting that would shorten {self.limiting}."
+            ]
         why = f"no stage reaches the threshold of {100 * BOTTLENECK_SHARE:.0f} %"
         saved = f"the best change would save at most {gain_s:.2f} of {self.wall_s:.2f} s"
         return [f"Nothing to change: {why}; {saved}."]

@@ -82,8 +82,8 @@ class Demo(Operation):
             )
         root = show_path(done.root)
         faults = [{"path": show_path(path), "what": what} for path, what in done.faults]
-        planted = (f"  planted fault: {f['path']}: {f['what']}" for f in faults)
-        text = run.answer([repr(done), *planted], next=f"leakmel scan {quote(root)} --content")
+        lines = [repr(done), *(f"  planted fault: {f['path']}: {f['what']}" for f in faults)]
+        text = run.answer(lines, next=f"leakmel scan {quote(root)} --content")
         return Outcome(done, vars(done) | {"root": root, "faults": faults}, text)
 
 # %% ../../nbs/operations/data.ipynb #53251e9d
@@ -131,18 +131,19 @@ class Scan(NamedRecordings):
         ]
         whole = list(hints(manifest))
         lines = [f"{how_many(len(manifest), 'recording')}: {', '.join(parts)}", *whole]
-        if manifest.preview is not None:
-            lines.append(repr(manifest.preview))
+        lines += [repr(manifest.preview)] * (manifest.preview is not None)
         where = "" if self.content else " in names and folders (--content also reads the recordings)"
-        shown = f"{report!r}{' (--most N, or all)' if report.more else ''}"
-        lines.append(shown if problems else f"No problems found{where}.")
+        lines.append(
+            f"{report!r}{' (--most N, or all)' * (report.more > 0)}"
+            if problems
+            else f"No problems found{where}."
+        )
         proposal = None
         if len(manifest):
             proposal = propose_build(manifest, os.fspath(self.root), options=self.words)
             facts = (line for line in proposal.lines() if line.strip() != proposal.command)
             lines.append(run.answer(facts, next=proposal.command))
-        if stored is not None:
-            lines.append(f"listing: {stored}")
+        lines += [f"listing: {stored}"] * (stored is not None)
         body = {
             "root": show_path(manifest.root),
             "found": len(manifest),
@@ -157,8 +158,8 @@ class Scan(NamedRecordings):
             "proposal": None if proposal is None else proposal.to_dict(),
             "listing": stored,
         }
-        failed = lost or not len(manifest) or (self.strict and problems)
-        return Outcome(manifest, body, "\n".join(lines), 1 if failed else 0)
+        is_ok = len(manifest) and not lost and not (self.strict and problems)
+        return Outcome(manifest, body, "\n".join(lines), 0 if is_ok else 1)
 
 # %% ../../nbs/operations/data.ipynb #e0cb2b5d
 @dataclass(frozen=True, repr=False)
@@ -444,9 +445,11 @@ class Build(WithFeatures):
             results = [lm.build(root, split=self.split, out=self.out, **given)]
         body = run_summary(results) if self.split == "all" else results[0].summary
         report = self._write_report(results) if self.report else {}
-        lines = build_answer(results, self.words)
-        lines += [f"uploaded: {r.summary['uploaded']}" for r in results if "uploaded" in r.summary]
-        lines += [f"report: {path}" for path in report.values()]
+        lines = [
+            *build_answer(results, self.words),
+            *(f"uploaded: {r.summary['uploaded']}" for r in results if "uploaded" in r.summary),
+            *(f"report: {path}" for path in report.values()),
+        ]
         how = [*results[0].summary["mode_lines"], *map(build_text, results)]
         then: list[str] = []
         if results[0].rows:
@@ -504,8 +507,7 @@ class Build(WithFeatures):
             "complete before" if made.was_complete else f"{made.found:,} recordings in {made.seconds:.2f} s"
         )
         if made.path.suffix == ".empty":
-            why = "because there are more parts than recordings"
-            what += f", {'none of which can be used' if made.found else why}"
+            what += f", {'none of which can be used' if made.found else 'because there are more parts than recordings'}"
         next_command = f"When all parts are built: leakmel build --join {quote(show_path(options['out']))}"
         text = f"part {made.number} of {made.n_parts}: {what}: {show_path(made.path)}\n{next_command}"
         body = {name: value for name, value in vars(made).items() if name != "lane"}
@@ -613,11 +615,8 @@ class Join(Operation):
         made = lm.join(
             self.out, pipeline=speed, check=self.check, keep_parts=self.keep_parts, progress=run.progress
         )
-        path = show_path(made.path)
-        text = run.answer(
-            build_answer([made], ()), [path], next=f"leakmel train {quote(path)} --out detector"
-        )
-        return Outcome(made, made.summary, text)
+        then = f"leakmel train {quote(show_path(made.path))} --out detector"
+        return Outcome(made, made.summary, run.answer(build_answer([made], ()), next=then))
 
 
 @operation("verify", example="leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all")

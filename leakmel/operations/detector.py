@@ -460,7 +460,7 @@ class Train(WithTraining):
 
             by_one_group = cast("lm.CrossValidation", found)
             pages = {"report": show_path(cross_validation_report(by_one_group, out / "report.html"))}
-        lines = [*found.answer(), *map(": ".join, pages.items())]
+        lines = [*found.answer_lines(), *map(": ".join, pages.items())]
         then = f"leakmel train {quote(self.data or 'DATA')} --out detector"
         return Outcome(found, found.to_dict() | pages, run.answer(lines, [repr(found)], next=then))
 
@@ -511,16 +511,12 @@ class Evaluate(Operation):
     # auto, cpu, cuda or cuda:1
     device: str = "auto"
 
-    def _writes(self, run: Run) -> bool:
-        "Whether results are written to a folder: a notebook always has one."
-        return run.keeps or bool(self.out)
-
     def plan(self, run: Run) -> DetectorPlan:
         "Find detector and data sets, and choose the folder."
         from leakmel.detector.model.detector import load_detector
         from leakmel.detector.model.files import pick_device
 
-        if self.figures and not self._writes(run):
+        if self.figures and not (run.keeps or self.out):
             raise UsageError(
                 "The option --figures needs a folder for the page",
                 code="invalid-arguments",
@@ -560,7 +556,7 @@ class Evaluate(Operation):
         from leakmel.detector.evaluate.evaluation import evaluation_answer, try_to_record
 
         found = lm.evaluate(**plan.given, progress=run.progress)
-        written = found.save(plan.out, plots=self.figures or run.keeps) if self._writes(run) else {}
+        written = found.save(plan.out, plots=self.figures or run.keeps) if run.keeps or self.out else {}
         recorded = try_to_record(plan.given["model"], found, plan.given["data"])
         paths = {name: show_path(path) for name, path in written.items()}
         text = run.answer(
@@ -700,5 +696,5 @@ class Predict(Operation):
 
             path = plan.given["out"].with_suffix(".report.html")
             body = body | {"report": show_path(prediction_report(done, path, self.n_shown))}
-            text = f"report: {body['report']}\n{text}"
+            text += f"\nreport: {body['report']}"
         return Outcome(done, body, text, 0 if len(done) else 1)

@@ -175,10 +175,17 @@ class Fetch(Operation):
                 "without the name of a set",
                 f"name one of {', '.join(SETS)}",
             )
-            keys = ("name", "title", "doi", "size", "licence")
-            body = {"sets": [{key: getattr(s, key) for key in keys} for s in SETS.values()]}
-            help = "leakmel fetch NAME shows licence and citation, and asks before it downloads."
-            return Outcome(SETS, body, f"{catalogue_text()}\n{help}\nnext: leakmel fetch dongguan")
+            body = {
+                "sets": [
+                    {key: getattr(s, key) for key in "name title doi size licence".split()}
+                    for s in SETS.values()
+                ]
+            }
+            lines = [
+                catalogue_text(),
+                "leakmel fetch NAME shows licence and citation, and asks before it downloads.",
+            ]
+            return Outcome(SETS, body, run.answer(lines, next="leakmel fetch dongguan"))
         if self.source is not None:
             refuse_unused(unverified, "together with --from, because nothing is downloaded")
         found = lm.fetch(
@@ -387,8 +394,8 @@ class Review(Operation):
             finally:
                 signal.signal(signal.SIGINT, before)
         body = {"notebook": show_path(path), "labels": given["labels"], "command": command}
-        then = "" if self.lab else shlex.join(command)
-        return Outcome(path, body, run.answer([show_path(path)], next=then), status)
+        text = show_path(path) if self.lab else run.answer([show_path(path)], next=shlex.join(command))
+        return Outcome(path, body, text, status)
 
 # %% ../../nbs/operations/extras.ipynb #39db6bae
 @dataclass(frozen=True, kw_only=True)
@@ -436,8 +443,8 @@ class Similar(_Embedding):
             spec=self.features,
             progress=run.progress,
         )
-        words = ["leakmel", "similar", self.file, "--in", self.among, "--html", "similar.html"]
-        text = run.answer([found.text()], next=shlex.join(words) if page is None else "")
+        again = shlex.join(["leakmel", "similar", self.file, "--in", self.among, "--html", "similar.html"])
+        text = run.answer([found.text()], next=again if page is None else "")
         if page is not None:
             from leakmel.pages.page_figures import Section, write_report
 
@@ -557,10 +564,9 @@ class Correlate(Operation):
         given = {name: value for name, value in own.items() if value is not None}
         found = lm.correlate(a, b, speed_m_s=speed, band_hz=None if band[0] is None else band, **given)
         pipe = values_of(self, "distance_m speed_m_s material diameter_mm wall_mm clock_error_s offset_s")
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in pipe.items() if value is not None]
-        files = [name for name in (self.a, self.b) if name]
-        again = shlex.join(["leakmel", "correlate", *files, *words, "--html", "position.html"])
-        text = run.answer([found.text()], next=again if files and page is None else "")
+        words = (f"--{name.replace('_', '-')}={value}" for name, value in pipe.items() if value is not None)
+        again = ["leakmel", "correlate", *filter(None, [self.a, self.b]), *words, "--html=position.html"]
+        text = run.answer([found.text()], next=shlex.join(again) if page is None else "")
         if page is not None:
             correlation_page(found, page)
             text += f"\nreport: {show_path(page)}"
@@ -613,10 +619,12 @@ class Search(WithTraining):
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Search; an interrupted search in the same folder is resumed."
         result = lm.search(out=plan.out, progress=run.progress, **plan.given)
-        words = ["leakmel", "evaluate", self.data or "DATA", "--model", show_path(result.model_path)]
-        return Outcome(
-            result, result.summary, run.answer(result.answer(), [repr(result)], next=shlex.join(words))
+        text = run.answer(
+            result.answer_lines(),
+            [repr(result)],
+            next=f"leakmel evaluate DATA --model {shlex.quote(show_path(result.model_path))}",
         )
+        return Outcome(result, result.summary, text)
 
 # %% ../../nbs/operations/extras.ipynb #743107ab
 @operation(
@@ -710,8 +718,8 @@ class Retrain(Operation):
         done = lm.retrain(out=plan.out, progress=run.progress, **plan.given)
         body = done.record | {"folder": show_path(done.folder)}
         write_summary(done.folder, {"ok": True} | body)
-        then = f"leakmel predict FOLDER --model {shlex.quote(show_path(plan.out))}"
-        return Outcome(done, body, run.answer(done.answer(), [repr(done)], next=then))
+        next = f"leakmel predict FOLDER --model {shlex.quote(show_path(plan.out))}"
+        return Outcome(done, body, run.answer(done.answer_lines(), [repr(done)], next=next))
 
 # %% ../../nbs/operations/extras.ipynb #c6c979cb
 @operation(
@@ -763,14 +771,8 @@ class Nightly(Operation):
         done = lm.nightly(**plan.given, progress=run.progress)
         body = {"ok": True} | done.summary
         write_summary(plan.out, body)
-        words = [
-            "leakmel",
-            "review",
-            show_path(plan.given["folder"]),
-            "--model",
-            show_path(plan.given["model"]),
-        ]
-        text = run.answer([done.text()], next=shlex.join(words))
+        folder, model = (shlex.quote(show_path(plan.given[name])) for name in ("folder", "model"))
+        text = run.answer([done.text()], next=f"leakmel review {folder} --model {model}")
         return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
 
 # %% ../../nbs/operations/extras.ipynb #7f3efe20
@@ -822,8 +824,8 @@ class Export(Operation):
             check=self.check,
             progress=run.progress,
         )
-        then = f"leakmel export --card {shlex.quote(self.file)}"
-        return Outcome(done, done.summary, run.answer([done.text], next=then))
+        text = run.answer([done.text], next=f"leakmel export --card {shlex.quote(self.file)}")
+        return Outcome(done, done.summary, text)
 
     def _export_data(self, run: Run) -> Outcome:
         "Export a data set or a history."
@@ -842,12 +844,12 @@ class Export(Operation):
         if self.out is None:
             raise wrong_arguments("an export needs a folder", expected="--out DIR, or --onnx for a detector")
         how: Any = {"out": user_path(self.out), "to": self.to or "parquet", "progress": run.progress}
-        then = f"leakmel export --card {shlex.quote(self.file)}"
         if is_state_folder(self.file):
             refuse_unused({"--license": self.license}, "for the history of nightly runs, which has no card")
-            done, then = export_history(self.file, **how), ""
-        else:
-            done = lm.export_dataset(self.file, license=self.license, **how)
+            history = export_history(self.file, **how)
+            return Outcome(history, history.summary, repr(history))
+        done = lm.export_dataset(self.file, license=self.license, **how)
+        then = f"leakmel export --card {shlex.quote(self.file)}"
         return Outcome(done, done.summary, run.answer([repr(done)], next=then))
 
 
@@ -925,9 +927,10 @@ class Cache(Operation):
             what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
             lines.append(f"  {used}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}")
         listed = [vars(f) | {"path": show_path(f.path)} for f in files]
-        body = {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}
-        then = "leakmel machine cache clear --unused-days 30" if is_list and files else ""
-        return Outcome(files, body, run.answer(lines, next=then))
+        text = run.answer(
+            lines, next="leakmel machine cache clear --unused-days 30" * bool(is_list and files)
+        )
+        return Outcome(files, {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}, text)
 
 
 @operation(
@@ -964,9 +967,12 @@ class Tune(WithFeatures):
             budget_s=self.budget_s,
             work_dir=self.work_dir,
         )
-        lines = [f"{figures['seconds']:.1f} s; {figures['advice']}", *figures["notes"]]
-        then = f"leakmel build {shlex.quote(self.data_root or 'RECORDINGS')} --out mels"
-        return Outcome(figures, figures, run.answer(lines, [spec_note, tune_table(figures)], next=then))
+        text = run.answer(
+            [f"{figures['seconds']:.1f} s; {figures['advice']}", *figures["notes"]],
+            [spec_note, tune_table(figures)],
+            next=f"leakmel build {shlex.quote(self.data_root or 'RECORDINGS')} --out mels",
+        )
+        return Outcome(figures, figures, text)
 
 
 @operation("bench", words="machine bench", example="leakmel machine bench work --suite build --files 8000")
@@ -1001,8 +1007,9 @@ class Bench(Operation):
         table = build_table(record).splitlines()
         # titles and the first setting; recordings, machine and check
         text = run.answer([*table[:3], *table[-2:]], [*table[3:-2], f"stored as {show_path(path)}"])
-        body = record | {"path": show_path(path)}
-        return Outcome(record, body, text, 0 if record["verified"]["all_ok"] else 1)
+        return Outcome(
+            record, record | {"path": show_path(path)}, text, 0 if record["verified"]["all_ok"] else 1
+        )
 
 
 @operation(
@@ -1025,6 +1032,9 @@ class Doctor(Operation):
         wrong = (
             f"  {c.title}: {c.found}. {c.advice}" for c in report.checks if c.blocks or c.status == "warn"
         )
-        then = f"leakmel scan {shlex.quote(self.dir or 'RECORDINGS')} --content" if report.ok else ""
-        text = run.answer([report.title, *wrong], [report.text(run.width)], next=then)
+        text = run.answer(
+            [report.title, *wrong],
+            [report.text(run.width)],
+            next=f"leakmel scan {shlex.quote(self.dir or 'RECORDINGS')} --content" * report.ok,
+        )
         return Outcome(report, report.to_dict(), text, 0 if report.ok else 1)

@@ -309,8 +309,7 @@ def evaluation_answer(e: Evaluation) -> list[str]:  # at most six lines
         new = f"cannot be told, because a label comes from {held} {by}{'s' * (held != 1)}, and {stats.MIN_GROUPS} are needed"
     lines = [f"{LEAKY_SPLIT} --full says why"] * e.leaky
     lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
-    if others and level == "yes":
-        lines.append(f"not shown to be better than: {', '.join(others)}")
+    lines += [f"not shown to be better than: {', '.join(others)}"] * bool(others and level == "yes")
     more = f" (and {len(e.cautions) - 1} more: --full)" * (len(e.cautions) > 1)
     lines.append(f"at a new {by if e.has_groups else 'sensor'}: {new}")
     return [*lines, *(f"caution: {caution}{more}" for caution in e.cautions[:1])]
