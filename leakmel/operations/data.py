@@ -221,7 +221,7 @@ class BuildPlan(RowTable):
         from leakmel.dataset.job import waveform_shape
         from leakmel.dataset.loader import percent
         from leakmel.recordings.manifest import unlabelled_hint
-        from leakmel.recordings.problems import count_kinds
+        from leakmel.recordings.problems import count_kinds, how_many
 
         spec, w, n = self.spec, self.workers, len(self.manifest)
         n_long, n_short, n_mels, n_frames = spec.row_shape
@@ -233,16 +233,15 @@ class BuildPlan(RowTable):
         ]
         counts = count_kinds(self.manifest.problems["kind"]).items()
         problems = [*(f"{k:,} {kind}" for kind, k in counts), "(listed in plan.manifest.problems)"]
-        frames = f"{n_frames} frame{'s' * (n_frames > 1)}"
         megabytes = n * 2 * math.prod(spec.row_shape) / 1e6
         slots = f"{w.slots} slots of {w.files_per_batch} recordings"
         slots_mb = w.slots * w.files_per_batch * slot_bytes(spec) / 1e6
         more = f"{4 * n * math.prod(waveform_shape(spec)) / 1e9:.3g} GB in addition"
         segments = f"short segments of {spec.short_window} samples, float32, {more}"
-        most = percent(self.config.max_rejected)
-        listed = f"rejected and listed; the build fails if more than {most} of the files are rejected"
-        check = self.given["check"]
-        checked = "all rows" if check is None else f"up to {check} rows of each data set"
+        listed = f"rejected and listed; the build fails if more than {percent(self.config.max_rejected)} of the files are rejected"
+        checked = (
+            "all rows" if (check := self.given["check"]) is None else f"up to {check} rows of each data set"
+        )
         rows = {
             "data": f"{show_path(self.data_root)}: {self.data_note}",
             "recordings": f"{n:,}: {splits}",
@@ -253,7 +252,7 @@ class BuildPlan(RowTable):
             "rate and length": f"{self.decision.reason}; {self.decision.changes_text}",
             "windows": spec.windows_text,
             "from": self.spec_note.removeprefix("spec of "),
-            "rows": f"{n_long} long x {n_short} short segments x {n_mels} mels x {frames}, float16 dB, about {megabytes:,.1f} MB in all",
+            "rows": f"{n_long} long x {n_short} short segments x {n_mels} mels x {how_many(n_frames, 'frame')}, float16 dB, about {megabytes:,.1f} MB in all",
             "tuned": self.tuned_note,
             "mode": str(self.choice).removeprefix("mode "),
             "engine": f"{self.identity}, {w.compute_workers} threads, {w.read_workers or 'no'} separate readers, {slots} ({slots_mb:,.0f} MB)",

@@ -181,9 +181,12 @@ def run_summary(result: "lm.TrainResult", evaluation: "lm.Evaluation | None") ->
     "Return training and evaluation as plain values."
     from leakmel.detector.model.card import evaluation_result
 
-    known = result.detector.evaluations
-    advice = {"evaluation_result": evaluation_result(known), "next_steps": result.next_steps}
-    return result.summary | advice | {"evaluation": None if evaluation is None else evaluation.summary}
+    return {
+        **result.summary,
+        "evaluation_result": evaluation_result(result.detector.evaluations),
+        "next_steps": result.next_steps,
+        "evaluation": None if evaluation is None else evaluation.summary,
+    }
 
 # %% ../../nbs/operations/detector.ipynb #4ab623ce
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +224,8 @@ class WithTraining(Operation):
 
     def find(self, run: Run) -> tuple[dict[str, Path], str]:
         "Find the data sets, by part, and their origin."
-        named = None if self.validation == "none" else self.validation
         given = vars(self)
+        named = None if self.validation == "none" else self.validation
         return find_data_sets(given["data"], named, given.get("testing"), progress=run.progress)
 
     def plan_training(
@@ -322,8 +325,9 @@ class Train(WithTraining):
     def plan(self, run: Run) -> DetectorPlan:
         "Find the data sets, and choose the folder."
         self._check(run)
-        parts = ("training", "validation", *["testing"] * self.evaluation)
-        plan = self.plan_training(run_folder(self.out, "train"), run, parts)
+        plan = self.plan_training(
+            run_folder(self.out, "train"), run, ("training", "validation", *["testing"] * self.evaluation)
+        )
         if not (self.cross_validate or self.learning_curve):
             return plan
         name, seeds = ("learning curve", 3) if self.learning_curve else ("cross-validation", 1)
@@ -377,12 +381,10 @@ class Train(WithTraining):
         from leakmel.detector.evaluate.evaluation import evaluation_answer
         from leakmel.detector.model.card import evaluation_text
 
+        known = evaluation_text(result.detector.evaluations)
+        lines = [known] if evaluation is None else evaluation_answer(evaluation)
         model = f"{show_path(result.model_path)}: {result.detector.kind} detector"
-        known = result.detector.evaluations
-        lines = [evaluation_text(known)] if evaluation is None else evaluation_answer(evaluation)
-        # the first one says what to do before the scores are used
-        lines.insert(min(len(lines), 3), "".join(result.next_steps[:1]))
-        return [result.summary["stamp"], *lines[:4], model, *lines[4:]]
+        return [result.summary["stamp"], *lines[:3], *result.next_steps[:1], model, *lines[3:]]
 
     def resample(
         self, files: Sequence[Path], out: Path, run: Run
@@ -538,16 +540,15 @@ class Evaluate(Operation):
         }
         if self.labels is not None:
             inputs["labels"] = f"by people, {show_path(self.labels)}"
-        own = values_of(
-            self, "votes group metric n_draws seed files_per_batch legacy allow_leaky_split device"
-        )
         given = {
             "model": model,
             "data": parts["testing"],
             "training": parts.get("training"),
             "validation": parts.get("validation"),
             "labels": None if self.labels is None else user_path(self.labels),
-            **own,
+            **values_of(
+                self, "votes group metric n_draws seed files_per_batch legacy allow_leaky_split device"
+            ),
         }
         return DetectorPlan(inputs, run_folder(self.out, "evaluation"), given)
 
@@ -644,8 +645,8 @@ class Predict(Operation):
 
         self._check(run)
         words = [word.strip() for word in self.columns.split(",")]
-        named = replace(self, columns=",".join(word for word in words if word != "all"))
-        model, detector, plan = plan_scoring(named, run)
+        named = ",".join(word for word in words if word != "all")
+        model, detector, plan = plan_scoring(replace(self, columns=named), run)
         device = self.device if self.cluster else pick_device(self.device, registered=True)
         rule = rule_of(detector, self.vote, self.threshold, self.frac, self.false_alarms)
         out = self.out and user_path(self.out)
@@ -694,7 +695,7 @@ class Predict(Operation):
         if self.report and len(done):
             from leakmel.detector.reports import prediction_report
 
-            path = plan.given["out"].with_suffix(".report.html")
-            body = body | {"report": show_path(prediction_report(done, path, self.n_shown))}
+            path = prediction_report(done, plan.given["out"].with_suffix(".report.html"), self.n_shown)
+            body = body | {"report": show_path(path)}
             text += f"\nreport: {body['report']}"
         return Outcome(done, body, text, 0 if len(done) else 1)

@@ -311,9 +311,9 @@ class Suggest(Operation):
             mix=sample_mix(self.mix),
             progress=run.progress,
         )
-        tables = ["--scores", self.out] if self.out else ["--model", self.model]
-        text = run.answer([found.text()], next=shlex.join(["leakmel", "review", self.folder, *tables]))
-        return Outcome(found, found.summary, text)
+        scores = f"--scores {shlex.quote(self.out)}" if self.out else f"--model {shlex.quote(self.model)}"
+        then = f"leakmel review {shlex.quote(self.folder)} {scores}"
+        return Outcome(found, found.summary, run.answer([found.text()], next=then))
 
 # %% ../../nbs/operations/extras.ipynb #28ffc9c8
 _QUEUES = Literal[
@@ -393,9 +393,10 @@ class Review(Operation):
                 status = int(lab.wait() != 0)
             finally:
                 signal.signal(signal.SIGINT, before)
-        body = {"notebook": show_path(path), "labels": given["labels"], "command": command}
         text = show_path(path) if self.lab else run.answer([show_path(path)], next=shlex.join(command))
-        return Outcome(path, body, text, status)
+        return Outcome(
+            path, {"notebook": show_path(path), "labels": given["labels"], "command": command}, text, status
+        )
 
 # %% ../../nbs/operations/extras.ipynb #39db6bae
 @dataclass(frozen=True, kw_only=True)
@@ -467,9 +468,14 @@ class Embed(_Embedding):
     out: str = option(metavar="FILE")
 
     def __call__(self, run: Run) -> Outcome:
-        out, length = user_path(self.out), self.length or "spec"
+        out = user_path(self.out)
         found = lm.embed(
-            self.model, self.source, out=out, spec=self.features, length=length, progress=run.progress
+            self.model,
+            self.source,
+            out=out,
+            spec=self.features,
+            length=self.length or "spec",
+            progress=run.progress,
         )
         text = run.answer(
             [f"{found!r}, {found.seconds:.1f} s", f"embeddings in {show_path(out)}"],
@@ -557,13 +563,16 @@ class Correlate(Operation):
         speed = self._speed()
         a: Any = None if self.a is None else user_path(self.a)
         if a is None:
-            m_s, length = getattr(speed, "speed_m_s", speed), self.distance_m
-            a = synthetic_pair(position_m=0.3 * length, distance_m=length, speed_m_s=m_s)
+            a = synthetic_pair(
+                position_m=0.3 * self.distance_m,
+                distance_m=self.distance_m,
+                speed_m_s=getattr(speed, "speed_m_s", speed),
+            )
         b = None if self.b is None else user_path(self.b)
         own = values_of(self, "distance_m clock_error_s offset_s distance_error_m speed_error_m_s method")
         given = {name: value for name, value in own.items() if value is not None}
         found = lm.correlate(a, b, speed_m_s=speed, band_hz=None if band[0] is None else band, **given)
-        pipe = values_of(self, "distance_m speed_m_s material diameter_mm wall_mm clock_error_s offset_s")
+        pipe = given | values_of(self, "speed_m_s material diameter_mm wall_mm")
         words = (f"--{name.replace('_', '-')}={value}" for name, value in pipe.items() if value is not None)
         again = ["leakmel", "correlate", *filter(None, [self.a, self.b]), *words, "--html=position.html"]
         text = run.answer([found.text()], next=shlex.join(again) if page is None else "")
@@ -610,8 +619,9 @@ class Search(WithTraining):
         "Find the data sets, and choose the folder."
         out = run_folder(self.out, "search")
         training = self.plan_training(out, run, ("training", "validation"), needs_validation=True)
-        given = {name: value for name, value in training.given.items() if name != "labels"}
-        given |= values_of(self, "space trials hours again prune_after prune_epochs cluster")
+        given = {name: value for name, value in training.given.items() if name != "labels"} | values_of(
+            self, "space trials hours again prune_after prune_epochs cluster"
+        )
         inputs = {name: text for name, text in training.inputs.items() if name != "testing"}
         limit = "" if self.hours is None else f", at most {self.hours} hours in this call"
         return replace(training, inputs=inputs | {"trials": f"{self.trials}{limit}"}, given=given)
@@ -718,8 +728,8 @@ class Retrain(Operation):
         done = lm.retrain(out=plan.out, progress=run.progress, **plan.given)
         body = done.record | {"folder": show_path(done.folder)}
         write_summary(done.folder, {"ok": True} | body)
-        next = f"leakmel predict FOLDER --model {shlex.quote(show_path(plan.out))}"
-        return Outcome(done, body, run.answer(done.answer_lines(), [repr(done)], next=next))
+        then = f"leakmel predict FOLDER --model {shlex.quote(show_path(plan.out))}"
+        return Outcome(done, body, run.answer(done.answer_lines(), [repr(done)], next=then))
 
 # %% ../../nbs/operations/extras.ipynb #c6c979cb
 @operation(
@@ -762,8 +772,12 @@ class Nightly(Operation):
         model, _, plan = plan_scoring(self, run)
         state = user_path(self.state) if self.state else runs_folder() / "nightly"
         budget = f"{self.budget:g} false visits per 100 sensor-nights, {self.audits} audits"
-        own = values_of(self, "budget audits visited reference device")
-        given = {**plan.given, "model": model, "state": state, **own}
+        given = {
+            **plan.given,
+            "model": model,
+            "state": state,
+            **values_of(self, "budget audits visited reference device"),
+        }
         return DetectorPlan({**plan.inputs, "budget": budget}, state, given)
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
@@ -771,8 +785,9 @@ class Nightly(Operation):
         done = lm.nightly(**plan.given, progress=run.progress)
         body = {"ok": True} | done.summary
         write_summary(plan.out, body)
-        folder, model = (shlex.quote(show_path(plan.given[name])) for name in ("folder", "model"))
-        text = run.answer([done.text()], next=f"leakmel review {folder} --model {model}")
+        text = run.answer(
+            [done.text()], next=f"leakmel review FOLDER --model {shlex.quote(show_path(plan.given['model']))}"
+        )
         return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
 
 # %% ../../nbs/operations/extras.ipynb #7f3efe20
@@ -839,8 +854,11 @@ class Export(Operation):
                 found=show_path(given),
                 remedy="add --onnx",
             )
-        unused = {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")}
-        refuse_unused(unused, "without --onnx", "leave it out, or add --onnx for a detector")
+        refuse_unused(
+            {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")},
+            "without --onnx",
+            "leave it out, or add --onnx for a detector",
+        )
         if self.out is None:
             raise wrong_arguments("an export needs a folder", expected="--out DIR, or --onnx for a detector")
         how: Any = {"out": user_path(self.out), "to": self.to or "parquet", "progress": run.progress}
@@ -923,14 +941,23 @@ class Cache(Operation):
         count = f"{'' if is_list else 'removed '}{len(files):,} cache file{'s' * (len(files) != 1)}"
         lines = [f"{count}, {size_text(n_bytes)} in {there}"]
         for f in files:
-            used = f.used_utc[:16].replace("T", " ")
             what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
-            lines.append(f"  {used}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}")
-        listed = [vars(f) | {"path": show_path(f.path)} for f in files]
+            lines.append(
+                f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}"
+            )
+
         text = run.answer(
             lines, next="leakmel machine cache clear --unused-days 30" * bool(is_list and files)
         )
-        return Outcome(files, {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}, text)
+        return Outcome(
+            files,
+            {
+                "folder": show_path(folder),
+                "n_bytes": n_bytes,
+                "files": [vars(f) | {"path": show_path(f.path)} for f in files],
+            },
+            text,
+        )
 
 
 @operation(
