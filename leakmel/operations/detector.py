@@ -658,13 +658,8 @@ class Predict(Operation):
             "out": out,
             "all_columns": self.all_columns or "all" in words,
         }
-        given = (
-            plan.given
-            | shown
-            | values_of(
-                self,
-                "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster",
-            )
+        given = {**plan.given, **shown} | values_of(
+            self, "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster"
         )
         inputs = {
             **plan.inputs,

@@ -197,9 +197,7 @@ class Fetch(Operation):
             progress=run.progress,
             show=print_error,
         )
-        return Outcome(
-            found, found.summary, run.answer([repr(found)], found.commands[1:], next=found.commands[0])
-        )
+        return Outcome(found, found.summary, run.answer([repr(found)]))
 
 
 @operation(

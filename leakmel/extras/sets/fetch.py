@@ -666,7 +666,7 @@ class FetchedSet:
             "known fault": "known_faults",
         }
         lines += [f"  {head}: {text}" for head, name in notes.items() for text in f[name]]
-        return "\n".join(lines)
+        return "\n".join([*lines, "next:", *(f"  {command}" for command in self.commands)])
 
 
 def _facts_of(
