@@ -197,7 +197,7 @@ class Fetch(Operation):
             progress=run.progress,
             show=print_error,
         )
-        return Outcome(found, found.summary, run.answer([repr(found)]))
+        return Outcome(found, found.summary, repr(found))
 
 
 @operation(

@@ -316,9 +316,12 @@ def test_a_report_fits_into_a_narrow_terminal(
     assert status == 0, err
     words = " ".join(out.split())
     assert re.search(
-        r"of \d+ leaks found \d+; of \d+ without a leak \d+ false alarms? \(threshold 0\.\d\d\) better than a", words
+        r"of \d+ leaks found \d+; of \d+ without a leak \d+ false alarms? \(threshold 0\.\d\d\) better than a",
+        words,
     )
-    numbers = re.search(r"of (\d+) leaks found (\d+); of (\d+) without a leak (\d+) .*?threshold ([\d.]+)", words)
+    numbers = re.search(
+        r"of (\d+) leaks found (\d+); of (\d+) without a leak (\d+) .*?threshold ([\d.]+)", words
+    )
     assert numbers is not None
     body = json.loads(say("evaluate", small_sets, "--model", place / "run", *QUICK, "--json")[1])
     of_vote = body["votes"][body["vote"]]
