@@ -35,7 +35,7 @@ from leakmel.detector.data.segments import (
 from leakmel.detector.metrics.metrics import VOTES, vote_scores
 from leakmel.detector.model.detector import Detector, load_detector, score_rows
 from leakmel.detector.predict import predict as prediction
-from leakmel.detector.predict.predict import COLUMNS, Predictions, rejected_path, rule_of
+from leakmel.detector.predict.predict import COLUMNS, Predictions, rule_of
 from leakmel.detector.predict.scoring import RowBlock
 from leakmel.mel.engines import load_class
 from leakmel.recordings.demo import write_wav
