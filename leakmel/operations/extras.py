@@ -177,7 +177,7 @@ class Fetch(Operation):
             )
             body = {
                 "sets": [
-                    {key: getattr(s, key) for key in "name title doi size licence".split()}
+                    {key: getattr(s, key) for key in ("name", "title", "doi", "size", "licence")}
                     for s in SETS.values()
                 ]
             }

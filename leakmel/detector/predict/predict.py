@@ -250,7 +250,18 @@ COLUMNS = {  # name -> kind
 # others describe the signal, or are the same in each row
 SHORT_COLUMNS = {
     name: COLUMNS[name]
-    for name in "path label leak score probability threshold sensor start_time status in_training".split()
+    for name in [
+        "path",
+        "label",
+        "leak",
+        "score",
+        "probability",
+        "threshold",
+        "sensor",
+        "start_time",
+        "status",
+        "in_training",
+    ]
 }
 REJECTED_COLUMNS = {"path": "text", "code": "word", "message": "text", "path_base64": "text"}
 
