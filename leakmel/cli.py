@@ -87,7 +87,9 @@ class CommandParser(argparse.ArgumentParser):
         if not self.short:
             return self.format_help_all()
         named = {a.option_strings[-1]: a for a in self._actions if a.option_strings}
-        options = [named[f"--{w}"] for w in ("help", *self.short.split(","), "json", "quiet", "help-all")]
+        options = [
+            named[f"--{w}"] for w in ("help", *self.short.split(","), "full", "json", "quiet", "help-all")
+        ]
         positional = [a for a in self._actions if not a.option_strings]
         rest = argparse.Action(["options"], "options", nargs=0)  # shown as [options]
         return self._format(
@@ -149,6 +151,7 @@ def _parser(
         p.add_argument(
             "--help-all", action=_ShowAllOptions, nargs=0, default=argparse.SUPPRESS, help="show every option"
         )
+        p.add_argument("--full", action="store_true", help="print every line, not the answer only")
         p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         p.add_argument("--quiet", action="store_true", help="show no progress")
         if first in ("", name):
@@ -223,8 +226,9 @@ def _run(words: Sequence[str]) -> tuple[int, bool]:  # exit status, and whether 
             handlers = {n: signal.signal(n, _raise_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             with warnings_to_stderr(), safe_module_path():
-                run = make(OPERATIONS[args.command], vars(args))
-                done = run(Run("none" if args.json or args.quiet else "auto", width=line_width()))
+                done = make(OPERATIONS[args.command], vars(args))(
+                    Run("none" if args.json or args.quiet else "auto", width=line_width(), full=args.full)
+                )
                 status, body, text = done.status, dict(done.body), done.text
         except ModuleNotFoundError as e:
             raise missing_package(e) from e

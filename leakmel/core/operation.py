@@ -31,7 +31,7 @@ from leakmel.core.parameters import (
     source_comments,
     text_converter,
 )
-from leakmel.core.progress import line_width, print_error
+from leakmel.core.progress import line_width, print_error, wrap_text
 
 # %% ../../nbs/core/operation.ipynb #c6b6899d
 Texts = tuple[str, ...]  # in a notebook: one text, separated by commas
@@ -90,6 +90,24 @@ class Run:
     keeps: bool = False
     # columns of a line of text
     width: int = 100
+    # every line that the operation has, not its answer only
+    full: bool = False
+
+    def answer(
+        self,
+        # what a person acts on, the most important line first; empty ones are left out
+        lines: Iterable[str],
+        # what explains the answer
+        rest: Iterable[str] = (),
+        *,
+        # command, to paste; empty: none
+        next: str = "",
+    ) -> str:
+        "Return an answer: at most five lines, or with `full` all of them and the rest, and the next command."
+        shown, more = ([x for x in "\n".join(part).splitlines() if x] for part in (lines, rest))
+        more = shown[5:] + more
+        ended = more if self.full else [f"({len(more):,} more lines: --full)"] * bool(more)
+        return wrap_text("\n".join([*shown[:5], *ended, *[f"next: {next}"] * bool(next)]), self.width)
 
 
 @dataclass(frozen=True)
@@ -326,9 +344,16 @@ def with_name(words: Sequence[str], groups: Groups) -> Sequence[str]:
 class RowTable:
     "Base class for objects that are displayed as rows of a name and a text."
 
+    # names of the rows that a person acts on, the most important first
+    acted_on: ClassVar[tuple[str, ...]] = ()
+
     def rows(self) -> Iterable[tuple[str, str]]:
         "Pairs of a name and a text."
         raise NotImplementedError
+
+    def answer_lines(self) -> list[str]:
+        "Return the lines of an answer, the rows named in `acted_on`."
+        return [f"{name}: {text}" for wanted in self.acted_on for name, text in self.rows() if name == wanted]
 
     def __repr__(self) -> str:
         return "\n".join(f"{name:>10}  {text}" for name, text in self.rows())

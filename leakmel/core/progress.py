@@ -159,7 +159,7 @@ class Progress:
         parts = [f"{'stopped at ' * (self.state == 'stopped')}{count} in {_duration_text(seconds)}"]
         rate = (self.n_done - self.n_before) / seconds if seconds > 0 else 0.0
         if rate > 0:
-            parts.append(f"{rate:,.0f} {self.unit}/s" if rate >= 10 else f"{rate:.2g} {self.unit}/s")
+            parts.append(per_second(rate, self.unit))
         if self.state == "running" and rate > 0 and 0 < self.share < 1:
             parts.append(f"about {_duration_text((self.total or 0) * (1 - self.share) / rate)} left")
         if self.note:
@@ -277,6 +277,12 @@ def line_width(
         return max(40, min(most, os.get_terminal_size((file or sys.stdout).fileno()).columns))
     except (AttributeError, OSError, ValueError):
         return most
+
+
+def per_second(rate: float, unit: str = "files") -> str:
+    "Return a rate as text, or below one in a second the seconds that one takes."
+    each = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    return f"{1 / rate:.2g} s per {unit.removesuffix('s')}" if 0 < rate < 1 else f"{each} {unit}/s"
 
 
 def wrap_text(

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from leakmel.core.errors import DataError, UsageError
-from leakmel.core.progress import size_text
+from leakmel.core.progress import per_second, size_text
 
 # %% ../../nbs/core/timeline.ipynb #c83894d6
 def peak(
@@ -536,8 +536,13 @@ class Analysis:
         gain_s = self.bounds[self.limiting]
         is_starved = any(text.startswith("LOW QUEUE DEPTH") for text in self.findings)
         if gain_s >= BOTTLENECK_SHARE * self.wall_s or is_starved:
+            fewer = (
+                "Recompute fewer rows (--check 8), and all of them later: leakmel verify FILE --sample all."
+            )
             return [
-                f"Nothing to change: the measurements show no setting that would shorten {self.limiting}."
+                fewer
+                if self.limiting == "verify"
+                else f"Nothing to change: the measurements show no setting that would shorten {self.limiting}."
             ]
         why = f"no stage reaches the threshold of {100 * BOTTLENECK_SHARE:.0f} %"
         saved = f"the best change would save at most {gain_s:.2f} of {self.wall_s:.2f} s"
@@ -725,7 +730,7 @@ def analysis_text(
     if analysis == "auto" and is_short_run(timeline):
         found = analyse(_without_imports(timeline), summary=next(iter(summaries), None))
         n_read = sum(s.get("found", 0) - s.get("kept_files", 0) for s in summaries)
-        rate = f", {n_read / found.wall_s:,.0f} files/s ({n_read:,} files)" if n_read and found.wall_s else ""
+        rate = f", {per_second(n_read / found.wall_s)} ({n_read:,} files)" if n_read and found.wall_s else ""
         head = f'Performance: {found.wall_s:.2f} s{rate}. Full analysis: analysis="full"'
         lines = list(dict.fromkeys([head, found.limit_text, found.advice[0]]))
     return "\n".join(textwrap.fill(line, width, subsequent_indent=4 * " ") for line in lines)

@@ -519,20 +519,13 @@ class BuildProposal:
 
     def lines(self) -> Iterator[str]:
         "Yield lines for a terminal."
+        groups = ", ".join(f"{n:,} {by}{'s' * (n != 1)}" for by, n in self.groups.items())
+        none = "none in names and folders; --table or --pattern can name sensors and sessions, so that a split keeps each on one side"
         yield f"{'Proposed build' if self.command else 'No build can be proposed'}: {self.reason.rstrip('.')}."
-        if self.groups:
-            yield "  groups: " + ", ".join(f"{n:,} {by}{'s' * (n != 1)}" for by, n in self.groups.items())
-        else:
-            yield (
-                "  groups: none in names and folders; a table or a pattern (--table, --pattern) can name sensors "
-                "and sessions, so that a split keeps each of them on one side"
-            )
-        for caution in self.cautions:
-            yield f"  caution: {caution}"
-        if self.command:
-            yield f"  {self.command}"
-        for other in self.alternatives:
-            yield f"  or with {other}"
+        yield f"  groups: {groups or none}"
+        yield from (f"  caution: {caution}" for caution in self.cautions)
+        yield from [f"  {self.command}"] * bool(self.command)
+        yield from (f"  or with {other}" for other in self.alternatives)
 
     def to_dict(self) -> dict[str, Any]:
         "Return the proposal as plain values."

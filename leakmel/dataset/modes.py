@@ -28,7 +28,7 @@ from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
 from leakmel.core.files import open_private, read_at, require_space, sealed, unsealed, write_at, write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import free_memory, usable_cores
-from leakmel.core.progress import Progress, announce, size_text
+from leakmel.core.progress import Progress, announce, per_second, size_text
 from leakmel.core.store import StorePath
 from leakmel.core.threads import ThreadGroup, run_threads
 from leakmel.core.timeline import Timeline
@@ -577,7 +577,7 @@ def _load_listing(
     if is_new:
         ready.inflows[listing.split] = reader.cache_use
     seconds = timeline.now_s() - began_s
-    speed = f"{size_text(cache.n_bytes)} in {seconds:.2f} s, {n / seconds:,.0f} files/s"
+    speed = f"{size_text(cache.n_bytes)} in {seconds:.2f} s, {per_second(n / seconds)}"
     return f"{what}, {len(cache):,} of {n:,} recordings, {speed}"
 
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from leakmel.core.errors import DataError, OutputError, VerifyError, show_path
 from leakmel.core.files import read_own_json, replacing, sync_folder, write_errors, write_sealed
+from leakmel.core.progress import per_second
 from leakmel.core.timeline import Timeline, mean, peak, write_timeline
 from leakmel.dataset import existing, loader, schema
 from leakmel.dataset.job import BuildContext, Job, job_metadata, note_columns, report_paths
@@ -55,7 +56,7 @@ def reused_rows_sentence(
 
 def rate_text(summary: dict[str, Any]) -> str:
     "Describe the rate of a build of a split or a run, in recordings and in short segments."
-    return f"{summary['files_per_s']:,.0f} files/s ({summary['segments_per_s']:,.0f} segments/s) end to end"
+    return f"{per_second(summary['files_per_s'])} ({summary['segments_per_s']:,.0f} segments/s) end to end"
 
 
 @dataclass(frozen=True, repr=False)

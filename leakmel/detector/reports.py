@@ -217,7 +217,7 @@ def prediction_report(
     n_shown: int = 4,  # recordings whose spectrograms are drawn
 ) -> Path:  # raises OutputError, SpaceError
     "Write the report of a prediction."
-    text = predictions.text()
+    text = predictions.text(full=True)
     highest = predictions.table.sort_values("score", ascending=False, kind="stable")[
         [*_SCORES, "rms_db", "in_training"]
     ].head(_MOST)

@@ -638,10 +638,11 @@ class OnnxExport:
     def text(self) -> str:
         "The summary as text."
         check, int8 = self.check, self.int8
-        lines = [f"{show_path(self.path)}: {self.kind} detector, {self.n_bytes:,} bytes"]
-        lines.append(f"{'float32: ' if int8 else ''}{check.text}")
-        if int8 is not None:
-            lines.append(f"int8: {int8.text}; ranges from {int8.ranges:,} others")
+        lines = [
+            f"{show_path(self.path)}: {self.kind} detector, {self.n_bytes:,} bytes",
+            f"{'float32: ' if int8 else ''}{check.text}",
+        ]
+        lines += [f"int8: {x.text}; ranges from {x.ranges:,} others" for x in [int8] if x is not None]
         left_out = f"{check.left_out:,} recordings, rejected or shorter than the model's length"
         notes = [
             (

@@ -597,6 +597,7 @@ def earlier_labels(folder: Path, champions: Sequence[files.Champion], task: Task
 class Round(RowTable):
     "A finished round."
 
+    acted_on = ("BEWARE", "decision", "testing", "record")
     number: int
     folder: Path
     replaced: bool  # whether the challenger replaced the champion

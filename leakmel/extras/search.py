@@ -394,6 +394,7 @@ def verdict(best: Trial, before: Sequence[Trial], after: Sequence[Trial]) -> tup
 class SearchResult(RowTable):
     "Result of a search that is finished or reached its time limit."
 
+    acted_on = ("BEWARE", "best", "verdict", "model")
     folder: Path
     trials: tuple[Trial, ...]  # by number; 0: the initial settings
     best: Trial

@@ -556,10 +556,13 @@ class SimilarRecordings:
             for n in s["neighbours"]
         ]
         counts = ", ".join(f"{n} {name}" for name, n in s["labels"].items())
-        lost = [f"  {s['rejected']:,} files could not be read and were not searched"] if s["rejected"] else []
-        head = f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}"
-        labels = f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label"
-        return "\n".join([head, *near, labels, *lost])
+        lines = [
+            f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}",
+            f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label",
+            *near,
+            *[f"  {s['rejected']:,} files could not be read and were not searched"] * bool(s["rejected"]),
+        ]
+        return "\n".join(lines)
 
     def figure(
         self,

@@ -29,7 +29,7 @@ from leakmel.core.operation import (
     run_folder,
     write_summary,
 )
-from leakmel.core.progress import Progress, wrap_text
+from leakmel.core.progress import Progress
 
 if TYPE_CHECKING:
     from leakmel.dataset.config import Workers
@@ -80,9 +80,11 @@ class Demo(Operation):
             done = lm.write_demo(
                 self.dir, n_files=self.files, seed=self.seed, faults=self.faults, progress=bar.update
             )
+        root = show_path(done.root)
         faults = [{"path": show_path(path), "what": what} for path, what in done.faults]
-        text = "\n".join([repr(done), *(f"  planted fault: {f['path']}: {f['what']}" for f in faults)])
-        return Outcome(done, vars(done) | {"root": show_path(done.root), "faults": faults}, text)
+        lines = [repr(done), *(f"  planted fault: {f['path']}: {f['what']}" for f in faults)]
+        text = run.answer(lines, next=f"leakmel scan {quote(root)} --content")
+        return Outcome(done, vars(done) | {"root": root, "faults": faults}, text)
 
 # %% ../../nbs/operations/data.ipynb #53251e9d
 @operation(
@@ -110,7 +112,7 @@ class Scan(NamedRecordings):
     def __call__(self, run: Run) -> Outcome:
         from leakmel.dataset.inputs import propose_build
         from leakmel.recordings.manifest import hints, shared_groups
-        from leakmel.recordings.problems import CANNOT_BE_USED, count_kinds, group_of
+        from leakmel.recordings.problems import CANNOT_BE_USED, count_kinds, group_of, how_many
 
         split = None if self.split == "all" else self.split
         manifest = lm.scan(
@@ -123,24 +125,25 @@ class Scan(NamedRecordings):
         lost = {p["path"] for p in unusable if group_of(p["kind"]) == CANNOT_BE_USED}
         # also recordings that do not match the pattern
         lost |= {x.show(i) for x in manifest.listings for i, label in enumerate(x.label_ids) if label < 0}
-        lines = [repr(manifest)]
-        for name, counts in manifest.counts().items():
-            texts = [f"{show_path(label)} {k:,}" for label, k in counts.items()]
-            lines.append(f"  {name}: {', '.join(texts) or 'none'}")
-        if manifest.preview is not None:
-            lines.append(repr(manifest.preview))
-        lines += (whole := list(hints(manifest)))
-        if problems:
-            lines.append(f"{report!r}{' (--most N, --json for all)' if report.more else ''}")
-        else:
-            where = "" if self.content else " in names and folders (--content also reads the recordings)"
-            lines.append(f"No problems found{where}.")
+        parts = [
+            f"{name} {sum(counts.values()):,} ({', '.join(f'{show_path(x)} {k:,}' for x, k in counts.items()) or 'none'})"
+            for name, counts in manifest.counts().items()
+        ]
+        whole = list(hints(manifest))
+        lines = [f"{how_many(len(manifest), 'recording')}: {', '.join(parts)}", *whole]
+        lines += [repr(manifest.preview)] * (manifest.preview is not None)
+        where = "" if self.content else " in names and folders (--content also reads the recordings)"
+        lines.append(
+            f"{report!r}{' (--most N, or all)' * (report.more > 0)}"
+            if problems
+            else f"No problems found{where}."
+        )
         proposal = None
         if len(manifest):
             proposal = propose_build(manifest, os.fspath(self.root), options=self.words)
-            lines += proposal.lines()
-        if stored is not None:
-            lines.append(f"listing: {stored}")
+            facts = (line for line in proposal.lines() if line.strip() != proposal.command)
+            lines.append(run.answer(facts, next=proposal.command))
+        lines += [f"listing: {stored}"] * (stored is not None)
         body = {
             "root": show_path(manifest.root),
             "found": len(manifest),
@@ -155,8 +158,8 @@ class Scan(NamedRecordings):
             "proposal": None if proposal is None else proposal.to_dict(),
             "listing": stored,
         }
-        failed = lost or not len(manifest) or (self.strict and problems)
-        return Outcome(manifest, body, "\n".join(lines), 1 if failed else 0)
+        is_ok = len(manifest) and not lost and not (self.strict and problems)
+        return Outcome(manifest, body, "\n".join(lines), 0 if is_ok else 1)
 
 # %% ../../nbs/operations/data.ipynb #e0cb2b5d
 @dataclass(frozen=True, repr=False)
@@ -218,7 +221,7 @@ class BuildPlan(RowTable):
         from leakmel.dataset.job import waveform_shape
         from leakmel.dataset.loader import percent
         from leakmel.recordings.manifest import unlabelled_hint
-        from leakmel.recordings.problems import count_kinds
+        from leakmel.recordings.problems import count_kinds, how_many
 
         spec, w, n = self.spec, self.workers, len(self.manifest)
         n_long, n_short, n_mels, n_frames = spec.row_shape
@@ -230,16 +233,15 @@ class BuildPlan(RowTable):
         ]
         counts = count_kinds(self.manifest.problems["kind"]).items()
         problems = [*(f"{k:,} {kind}" for kind, k in counts), "(listed in plan.manifest.problems)"]
-        frames = f"{n_frames} frame{'s' * (n_frames > 1)}"
         megabytes = n * 2 * math.prod(spec.row_shape) / 1e6
         slots = f"{w.slots} slots of {w.files_per_batch} recordings"
         slots_mb = w.slots * w.files_per_batch * slot_bytes(spec) / 1e6
         more = f"{4 * n * math.prod(waveform_shape(spec)) / 1e9:.3g} GB in addition"
         segments = f"short segments of {spec.short_window} samples, float32, {more}"
-        most = percent(self.config.max_rejected)
-        listed = f"rejected and listed; the build fails if more than {most} of the files are rejected"
-        check = self.given["check"]
-        checked = "all rows" if check is None else f"up to {check} rows of each data set"
+        listed = f"rejected and listed; the build fails if more than {percent(self.config.max_rejected)} of the files are rejected"
+        checked = (
+            "all rows" if (check := self.given["check"]) is None else f"up to {check} rows of each data set"
+        )
         rows = {
             "data": f"{show_path(self.data_root)}: {self.data_note}",
             "recordings": f"{n:,}: {splits}",
@@ -250,7 +252,7 @@ class BuildPlan(RowTable):
             "rate and length": f"{self.decision.reason}; {self.decision.changes_text}",
             "windows": spec.windows_text,
             "from": self.spec_note.removeprefix("spec of "),
-            "rows": f"{n_long} long x {n_short} short segments x {n_mels} mels x {frames}, float16 dB, about {megabytes:,.1f} MB in all",
+            "rows": f"{n_long} long x {n_short} short segments x {n_mels} mels x {how_many(n_frames, 'frame')}, float16 dB, about {megabytes:,.1f} MB in all",
             "tuned": self.tuned_note,
             "mode": str(self.choice).removeprefix("mode "),
             "engine": f"{self.identity}, {w.compute_workers} threads, {w.read_workers or 'no'} separate readers, {slots} ({slots_mb:,.0f} MB)",
@@ -292,7 +294,7 @@ class WithFeatures(NamedRecordings):
 # %% ../../nbs/operations/data.ipynb #0d68eeb1
 _SHORT = (
     "out,split,table,columns,pattern,labels,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,"
-    "on-dry-file,max-rejected,fresh,part,full,analysis,report"
+    "on-dry-file,max-rejected,fresh,part,analysis,report"
 )
 
 _LONG_S = 60  # seconds of a build after which its speed is worth a line
@@ -326,8 +328,6 @@ class Build(WithFeatures):
     upload: str | None = option(None, metavar="URL", command_only=True)
     # compute every row; without it an interrupted build is resumed, and rows of unchanged recordings are copied from the existing data set
     fresh: bool = False
-    # also print engine, rate and page cache for each data set
-    full: bool = option(False, command_only=True)
     # performance analysis after the build: auto (default: for a build of a minute or more), full or none
     analysis: Literal["auto", "full", "none"] = option("auto", metavar="NAME")
     # also write results and figures as one HTML file: FILE.report.html, with --split all report.html in the folder
@@ -421,7 +421,7 @@ class Build(WithFeatures):
             results = [lm.build(plan.data_root, split=plan.split, out=plan.targets[0], **given)]
         body = run_summary(results)
         write_summary(plan.out, body)
-        return Outcome(results, body, build_answer(results, self.words, run))
+        return Outcome(results, body, run.answer(build_answer(results, self.words)))
 
     def __call__(self, run: Run) -> Outcome:
         if run.keeps:
@@ -444,13 +444,13 @@ class Build(WithFeatures):
             results = [lm.build(root, split=self.split, out=self.out, **given)]
         body = run_summary(results) if self.split == "all" else results[0].summary
         report = self._write_report(results) if self.report else {}
-        lines = [*filter(None, notes)]
-        if self.full:
-            lines += [*results[0].summary["mode_lines"], *(build_text(r, run) for r in results)]
-        lines.append(build_answer(results, self.words, run))
-        lines += [f"uploaded: {r.summary['uploaded']}" for r in results if "uploaded" in r.summary]
-        lines += [f"report: {path}" for path in report.values()]
-        lines += self._analysis_lines(results, run)
+        lines = [
+            *build_answer(results, self.words),
+            *(f"uploaded: {r.summary['uploaded']}" for r in results if "uploaded" in r.summary),
+            *(f"report: {path}" for path in report.values()),
+        ]
+        how = [*results[0].summary["mode_lines"], *map(build_text, results)]
+        then: list[str] = []
         if results[0].rows:
             made = results[0].path.parent if self.split == "all" else results[0].path
             labels = results[0].summary["label_names"]
@@ -460,9 +460,12 @@ class Build(WithFeatures):
             if word == "LABEL":
                 table = "" if likely or self.named_by else ". Folders that are no labels: --table FILE"
                 shown = [*map(show_path, labels[:6]), *[f"{len(labels):,} in all"] * (len(labels) > 6)]
-                lines.append(f"Which label names leaks? Found {', '.join(shown)}{table}")
-            lines.append(f"next: leakmel train {quote(show_path(made))} --out detector{leak}")
-        return Outcome(results, body | report, "\n".join(lines))
+                lines.insert(len(results), f"Which label names leaks? Found {', '.join(shown)}{table}")
+            then = [f"next: leakmel train {quote(show_path(made))} --out detector{leak}"]
+        answer = run.answer([*lines, *notes], how)
+        return Outcome(
+            results, body | report, "\n".join([answer, *self._analysis_lines(results, run), *then])
+        )
 
     def _analysis_lines(self, results: "Sequence[lm.BuildResult]", run: Run) -> list[str]:
         "Lines on the run time, with an empty one above; `auto` has none for less than a minute."
@@ -471,9 +474,8 @@ class Build(WithFeatures):
         if self.analysis == "auto" and results[0].run_s < _LONG_S:
             return []
         done = [r.summary for r in results if not r.summary["nothing_to_do"]]
-        timeline = results[0].timeline
-        text = analysis_text(timeline, done, width=run.width, analysis=self.analysis) if done else ""
-        return ["", text] if text else []
+        text = done and analysis_text(results[0].timeline, done, width=run.width, analysis=self.analysis)
+        return ["", str(text)] if text else []
 
     def _write_report(self, results: "Sequence[lm.BuildResult]") -> dict[str, str]:
         "Write the report of a build, and return its path for `--json`."
@@ -504,68 +506,68 @@ class Build(WithFeatures):
             "complete before" if made.was_complete else f"{made.found:,} recordings in {made.seconds:.2f} s"
         )
         if made.path.suffix == ".empty":
-            why = "because there are more parts than recordings"
-            what += f", {'none of which can be used' if made.found else why}"
+            what += f", {'none of which can be used' if made.found else 'because there are more parts than recordings'}"
         next_command = f"When all parts are built: leakmel build --join {quote(show_path(options['out']))}"
         text = f"part {made.number} of {made.n_parts}: {what}: {show_path(made.path)}\n{next_command}"
         body = {name: value for name, value in vars(made).items() if name != "lane"}
         return Outcome(made, body | {"path": show_path(made.path)}, text)
 
 # %% ../../nbs/operations/data.ipynb #92fe2a7a
-def build_text(result: "lm.BuildResult", run: Run) -> str:
+def build_text(result: "lm.BuildResult") -> str:
     "Return how a data set was built: the time, the engine and the page cache."
     from leakmel.dataset.publish import rate_text, reused_rows_sentence
     from leakmel.pages.dashboard import cache_sentence
 
     s = result.summary
-    lines = [
-        show_path(result.path),
-        f"  {result.seconds:.2f} s from listing to the report (without {result.start_up_s:.2f} s of imports)",
-        f"  {reused_rows_sentence(s) or rate_text(s)}",
-        f"  engine {s['engine']}, page cache {cache_sentence(s)}",
-    ]
-    if s["engine_reason"]:
-        lines.append(f"  {s['engine_reason']}")
-    return "\n".join(wrap_text(line, run.width) for line in lines)
+    return (
+        f"{show_path(result.path)}\n"
+        f"  {result.seconds:.2f} s from listing to the report (without {result.start_up_s:.2f} s of imports)\n"
+        f"  {reused_rows_sentence(s) or rate_text(s)}\n"
+        f"  engine {s['engine']}, page cache {cache_sentence(s)}\n"
+        f"  {s['engine_reason']}"
+    )
 
 
 def build_answer(
     results: "Sequence[lm.BuildResult]",
     # the words of a command that name the recordings
     words: Sequence[str],
-    run: Run,
-) -> str:
+) -> list[str]:
     "Return a line on each data set, and lines on what to act on: changed and rejected recordings, and problems."
     from leakmel.dataset.loader import share_sentence
     from leakmel.dataset.publish import reused_rows_sentence
     from leakmel.recordings.labels import counts_text
     from leakmel.recordings.problems import format_counts
 
-    lines = []
+    lines = list[str]()
+    facts = list[str]()
     for r in results:
         s = r.summary
         n_rejected = len(r.rejections)
-        counted = f"{r.rows:,} rows + {n_rejected:,} rejected = {r.found:,} files found"
-        lines += [f"{show_path(r.path.name)}: {counted}", f"  {r.verified.verdict}"]
-        if kept := reused_rows_sentence(s):
-            lines.append(f"  {kept}")
         people = s["labels_by_people"]
         counts = Counter(x.code for x in r.rejections)
-        facts = (
-            ("labels", counts_text(people) if people else ""),
-            ("changed to fit", format_counts(s["status_counts"])),
-            ("rejected", ", ".join(f"{n:,} x {code}" for code, n in counts.most_common())),
-            ("rejected", share_sentence(n_rejected, r.found, s["pipeline"]["max_rejected"])),
-            ("not labelled", s["unlabelled"] if counts["no_label"] else ""),  # with a command to paste
+        codes = ", ".join(f"{n:,} x {code}" for code, n in counts.most_common())
+        texts = (
+            ("", reused_rows_sentence(s)),
+            (
+                "rejected: ",
+                f"{codes}: {share_sentence(n_rejected, r.found, s['pipeline']['max_rejected'])}"
+                * bool(codes),
+            ),
+            ("not labelled: ", s["unlabelled"] if counts["no_label"] else ""),  # with a command to paste
+            ("labels: ", counts_text(people) if people else ""),
+            ("changed to fit: ", format_counts(s["status_counts"])),
         )
-        lines += [f"  {name}: {text}" for name, text in facts if text]
+        counted = f"{r.rows:,} rows + {n_rejected:,} rejected = {r.found:,} files found"
+        lines.append(f"{show_path(r.path.name)}: {counted}; {r.verified.verdict}")
+        split = f"{r.split}, " * (len(results) > 1)
+        facts += [f"  {split}{name}{text}" for name, text in texts if text]
     problems = sum((Counter(r.summary["problems_by_kind"]) for r in results), Counter[str]())
     if problems:
         scan = join(["leakmel", "scan", show_path(results[0].summary["root"]), *words, "--content"])
         lines.append(f"problems: {format_counts(problems)}")
         lines.append(f"  {scan}")
-    # a command is pasted as one line
-    return "\n".join(line if "leakmel " in line else wrap_text(line, run.width) for line in lines)
+    return [*lines, *facts]
 
 
 def run_summary(results: "Sequence[lm.BuildResult]") -> dict[str, Any]:
@@ -612,7 +614,8 @@ class Join(Operation):
         made = lm.join(
             self.out, pipeline=speed, check=self.check, keep_parts=self.keep_parts, progress=run.progress
         )
-        return Outcome(made, made.summary, f"{show_path(made.path)}\n{build_answer([made], (), run)}")
+        then = f"leakmel train {quote(show_path(made.path))} --out detector"
+        return Outcome(made, made.summary, run.answer(build_answer([made], ()), next=then))
 
 
 @operation("verify", example="leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all")
@@ -633,9 +636,10 @@ class Verify(Operation):
     def __call__(self, run: Run) -> Outcome:
         columns: Any = self.columns or None
         report = lm.verify(self.file, root=self.root, sample=self.sample, table=self.table, columns=columns)
-        lines = [f"{show_path(self.file)}: {report.verdict}"]
-        lines += [f"  {p}" for p in report.problems[1:20]]  # the verdict has the first
-        if len(report.problems) > 20:
-            lines.append(f"  and {len(report.problems) - 20:,} more (--json has all)")
-        body = report.to_dict() | {"path": show_path(self.file)}
-        return Outcome(report, body, "\n".join(lines), 0 if report.ok else 1)
+        path = show_path(self.file)
+        lines = [
+            f"{path}: {report.verdict}",
+            *(f"  {p}" for p in report.problems[1:]),
+        ]  # the verdict has the first
+        text = run.answer(lines, next=f"leakmel train {quote(path)} --out detector" if report.ok else "")
+        return Outcome(report, report.to_dict() | {"path": path}, text, 0 if report.ok else 1)

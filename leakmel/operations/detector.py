@@ -30,7 +30,6 @@ from leakmel.core.operation import (
     user_path,
     write_summary,
 )
-from leakmel.core.progress import wrap_text
 from leakmel.detector.model.settings import CheckpointSettings, Metric, TrainSettings
 
 
@@ -182,9 +181,12 @@ def run_summary(result: "lm.TrainResult", evaluation: "lm.Evaluation | None") ->
     "Return training and evaluation as plain values."
     from leakmel.detector.model.card import evaluation_result
 
-    known = result.detector.evaluations
-    advice = {"evaluation_result": evaluation_result(known), "next_steps": result.next_steps}
-    return result.summary | advice | {"evaluation": None if evaluation is None else evaluation.summary}
+    return {
+        **result.summary,
+        "evaluation_result": evaluation_result(result.detector.evaluations),
+        "next_steps": result.next_steps,
+        "evaluation": None if evaluation is None else evaluation.summary,
+    }
 
 # %% ../../nbs/operations/detector.ipynb #4ab623ce
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +224,8 @@ class WithTraining(Operation):
 
     def find(self, run: Run) -> tuple[dict[str, Path], str]:
         "Find the data sets, by part, and their origin."
-        named = None if self.validation == "none" else self.validation
         given = vars(self)
+        named = None if self.validation == "none" else self.validation
         return find_data_sets(given["data"], named, given.get("testing"), progress=run.progress)
 
     def plan_training(
@@ -286,7 +288,7 @@ class WithTraining(Operation):
 @operation(
     "train",
     example="leakmel train mels --out model --group sensor",
-    short="out,validation,testing,group,labels,cross-validate,learning-curve,leak-label,kind,detector,epochs,learning-rate,seed,resume,device,full,report",
+    short="out,validation,testing,group,labels,cross-validate,learning-curve,leak-label,kind,detector,epochs,learning-rate,seed,resume,device,report",
     status="exit status: 0 trained; 1 failed; 2 usage; 3 no space; 128+n on signal n, after a checkpoint from which the same command resumes",
 )
 class Train(WithTraining):
@@ -319,14 +321,13 @@ class Train(WithTraining):
     evaluation: bool = True
     # also write results and figures as one HTML file (report.html)
     report: bool = option(False, command_only=True)
-    # also print how the detector was chosen, and the whole evaluation
-    full: bool = option(False, command_only=True)
 
     def plan(self, run: Run) -> DetectorPlan:
         "Find the data sets, and choose the folder."
         self._check(run)
-        parts = ("training", "validation", *["testing"] * self.evaluation)
-        plan = self.plan_training(run_folder(self.out, "train"), run, parts)
+        plan = self.plan_training(
+            run_folder(self.out, "train"), run, ("training", "validation", *["testing"] * self.evaluation)
+        )
         if not (self.cross_validate or self.learning_curve):
             return plan
         name, seeds = ("learning curve", 3) if self.learning_curve else ("cross-validation", 1)
@@ -364,27 +365,26 @@ class Train(WithTraining):
         result = self.train(plan, run)
         evaluation = self.evaluate(plan, result, run)
         lines = self._answer(result, evaluation)
-        if self.full:
-            lines = [repr(result), *(["", evaluation.report(run.width)] if evaluation is not None else [])]
+        rest = [repr(result), *([evaluation.report(run.width)] if evaluation is not None else [])]
         report: dict[str, str] = {}
         if self.report:
             from leakmel.detector.reports import training_report
 
             report["report"] = show_path(training_report(result, evaluation, plan.out / "report.html"))
-            lines.append(f"report: {report['report']}")
+            rest.insert(0, f"report: {report['report']}")
         body = run_summary(result, evaluation) | report
-        return Outcome(result, body, wrap_text("\n".join(lines), run.width))
+        then = f"leakmel predict FOLDER --model {quote(show_path(result.model_path))}"
+        return Outcome(result, body, run.answer(lines, rest, next=then))
 
     def _answer(self, result: "lm.TrainResult", evaluation: "lm.Evaluation | None") -> list[str]:
         "Return what a person acts on: the detector, its evaluation, and the next steps."
         from leakmel.detector.evaluate.evaluation import evaluation_answer
         from leakmel.detector.model.card import evaluation_text
 
-        model = show_path(result.model_path)
-        lines = [*filter(None, [result.summary["stamp"]]), f"{model}: {result.detector.kind} detector"]
-        known = result.detector.evaluations
-        lines += [evaluation_text(known)] if evaluation is None else evaluation_answer(evaluation)
-        return [*lines, *result.next_steps[:1], f"next: leakmel predict FOLDER --model {quote(model)}"]
+        known = evaluation_text(result.detector.evaluations)
+        lines = [known] if evaluation is None else evaluation_answer(evaluation)
+        model = f"{show_path(result.model_path)}: {result.detector.kind} detector"
+        return [result.summary["stamp"], *lines[:3], *result.next_steps[:1], model, *lines[3:]]
 
     def resample(
         self, files: Sequence[Path], out: Path, run: Run
@@ -462,14 +462,16 @@ class Train(WithTraining):
 
             by_one_group = cast("lm.CrossValidation", found)
             pages = {"report": show_path(cross_validation_report(by_one_group, out / "report.html"))}
-        return Outcome(found, found.to_dict() | pages, wrap_text(repr(found), run.width))
+        lines = [*found.answer_lines(), *map(": ".join, pages.items())]
+        then = f"leakmel train {quote(self.data or 'DATA')} --out detector"
+        return Outcome(found, found.to_dict() | pages, run.answer(lines, [repr(found)], next=then))
 
 # %% ../../nbs/operations/detector.ipynb #70d46a6c
 @operation(
     "evaluate",
     example="leakmel evaluate mels --model model --out report --figures",
     status="exit status: 0 evaluated (--json reports whether it beats the baselines); 1 failed; 2 usage; 3 no space; 128+n on signal n",
-    short="model,out,figures,full,training,validation,labels,votes,group,metric,draws,seed,allow-leaky-split,device",
+    short="model,out,figures,training,validation,labels,votes,group,metric,draws,seed,allow-leaky-split,device",
 )
 class Evaluate(Operation):
     "Evaluate a detector on data sets and compare it with three baselines."
@@ -488,8 +490,6 @@ class Evaluate(Operation):
     out: str | None = option(None, metavar="DIR")
     # also save all figures as one page (evaluation.html); requires --out
     figures: bool = option(False, command_only=True)
-    # print all figures, with intervals and cautions
-    full: bool = option(False, command_only=True)
     # voting rules from segments to a recording, separated by commas, in addition to the rule of the model: mean, long_vote, any_long,
     # frac_vote
     votes: Texts = ("mean", "long_vote")
@@ -513,16 +513,12 @@ class Evaluate(Operation):
     # auto, cpu, cuda or cuda:1
     device: str = "auto"
 
-    def _writes(self, run: Run) -> bool:
-        "Whether results are written to a folder: a notebook always has one."
-        return run.keeps or bool(self.out)
-
     def plan(self, run: Run) -> DetectorPlan:
         "Find detector and data sets, and choose the folder."
         from leakmel.detector.model.detector import load_detector
         from leakmel.detector.model.files import pick_device
 
-        if self.figures and not self._writes(run):
+        if self.figures and not (run.keeps or self.out):
             raise UsageError(
                 "The option --figures needs a folder for the page",
                 code="invalid-arguments",
@@ -544,16 +540,15 @@ class Evaluate(Operation):
         }
         if self.labels is not None:
             inputs["labels"] = f"by people, {show_path(self.labels)}"
-        own = values_of(
-            self, "votes group metric n_draws seed files_per_batch legacy allow_leaky_split device"
-        )
         given = {
             "model": model,
             "data": parts["testing"],
             "training": parts.get("training"),
             "validation": parts.get("validation"),
             "labels": None if self.labels is None else user_path(self.labels),
-            **own,
+            **values_of(
+                self, "votes group metric n_draws seed files_per_batch legacy allow_leaky_split device"
+            ),
         }
         return DetectorPlan(inputs, run_folder(self.out, "evaluation"), given)
 
@@ -562,15 +557,15 @@ class Evaluate(Operation):
         from leakmel.detector.evaluate.evaluation import evaluation_answer, try_to_record
 
         found = lm.evaluate(**plan.given, progress=run.progress)
-        written = found.save(plan.out, plots=self.figures or run.keeps) if self._writes(run) else {}
+        written = found.save(plan.out, plots=self.figures or run.keeps) if run.keeps or self.out else {}
         recorded = try_to_record(plan.given["model"], found, plan.given["data"])
-        model = quote(show_path(plan.given["model"]))
-        lines = [found.report(run.width), ""] if self.full else evaluation_answer(found)
-        lines += [recorded, *[f"written: {', '.join(map(show_path, written.values()))}"] * bool(written)]
-        if not self.full:
-            lines.append(f"next: leakmel predict FOLDER --model {model}; --full has all figures")
-        body = found.summary | {"written": {name: show_path(path) for name, path in written.items()}}
-        return Outcome(found, body, wrap_text("\n".join(lines), run.width))
+        paths = {name: show_path(path) for name, path in written.items()}
+        text = run.answer(
+            [*evaluation_answer(found), recorded * ("not recorded" in recorded)],
+            [recorded, f"written: {', '.join(paths.values())}" * bool(paths), found.report(run.width)],
+            next=f"leakmel predict FOLDER --model {quote(show_path(plan.given['model']))}",
+        )
+        return Outcome(found, found.summary | {"written": paths}, text)
 
 # %% ../../nbs/operations/detector.ipynb #b6c439dc
 @operation("predict", example="leakmel predict new-recordings --model model --out scores.csv")
@@ -592,8 +587,11 @@ class Predict(Operation):
     split: str | None = None
     # CSV file (columns path and label; a label can be empty): score only the recordings it lists
     table: str | None = option(None, metavar="FILE")
-    # columns of the table that have other names, for example sensor=pipe,recording=file
+    # columns of the table that have other names, for example sensor=pipe,recording=file; the word all: as --all-columns
     columns: str = option("", metavar="NAME=COLUMN,...")
+    # write all columns (segment scores, signal, encoding ...), not only path, label, leak, score, probability, threshold, sensor, start_time,
+    # status and in_training
+    all_columns: bool = False
     # voting rule from segments to a recording: mean, long_vote (at least half of the long segments), any_long (at least one) or frac_vote (a
     # share) (default: the rule of the model)
     vote: str | None = None
@@ -646,13 +644,21 @@ class Predict(Operation):
         from leakmel.detector.predict.predict import rule_of
 
         self._check(run)
-        model, detector, plan = plan_scoring(self, run)
+        words = [word.strip() for word in self.columns.split(",")]
+        named = ",".join(word for word in words if word != "all")
+        model, detector, plan = plan_scoring(replace(self, columns=named), run)
         device = self.device if self.cluster else pick_device(self.device, registered=True)
         rule = rule_of(detector, self.vote, self.threshold, self.frac, self.false_alarms)
         out = self.out and user_path(self.out)
         if run.keeps:
             out = run_folder(self.out, "predict") / "predictions.csv"
-        given = {**plan.given, "model": detector, "device": device, "out": out} | values_of(
+        shown = {
+            "model": detector,
+            "device": device,
+            "out": out,
+            "all_columns": self.all_columns or "all" in words,
+        }
+        given = {**plan.given, **shown} | values_of(
             self, "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster"
         )
         inputs = {
@@ -678,13 +684,13 @@ class Predict(Operation):
                 remedy=f"see {show_path(plan.out / 'predictions.rejected.csv')}",
             )
         body = done.summary
-        text = f"{show_path(done.folder)}: {done.text(run.width)}"
+        text = done.text(run.width, run.full)
         if run.keeps:
             write_summary(plan.out, {"ok": True} | body)
         if self.report and len(done):
             from leakmel.detector.reports import prediction_report
 
-            path = plan.given["out"].with_suffix(".report.html")
-            body = body | {"report": show_path(prediction_report(done, path, self.n_shown))}
-            text += f"\n  report: {body['report']}"
+            path = prediction_report(done, plan.given["out"].with_suffix(".report.html"), self.n_shown)
+            body = body | {"report": show_path(path)}
+            text += f"\nreport: {body['report']}"
         return Outcome(done, body, text, 0 if len(done) else 1)

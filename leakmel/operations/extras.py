@@ -33,7 +33,7 @@ from leakmel.core.operation import (
     write_summary,
 )
 from leakmel.core.parameters import Kinds
-from leakmel.core.progress import Progress, print_error, size_text, wrap_text
+from leakmel.core.progress import Progress, print_error, size_text
 from leakmel.core.threads import start_process
 from leakmel.detector.model.settings import CheckpointSettings, RoundRules, TrainSettings
 from leakmel.operations.data import WithFeatures
@@ -95,15 +95,17 @@ class WorkingFolder:
         }
 
     def __repr__(self) -> str:
+        notes = {
+            f"  existing notebooks were not changed: {', '.join(self.kept)}": self.kept,
+            "  To get a new copy of one, rename it and run the command again.": self.kept,
+            "JupyterLab is not installed. Install it: pip install 'leakmel[learn,notebook]'": (
+                importlib.util.find_spec("jupyterlab") is None
+            ),
+            "In JupyterLab, open start.ipynb and run its cells.": True,
+        }
         lines = [f"{show_path(self.folder)}: {len(self.created)} notebooks created, results go to runs/"]
-        if self.kept:
-            lines += [
-                f"  existing notebooks were not changed: {', '.join(self.kept)}",
-                "  To get a new copy of one, rename it and run the command again.",
-            ]
-        if importlib.util.find_spec("jupyterlab") is None:
-            lines.append("JupyterLab is not installed. Install it: pip install 'leakmel[learn,notebook]'")
-        return "\n".join([*lines, f"next: {self.summary['next']}, then open start.ipynb and run its cells"])
+        lines += [note for note, holds in notes.items() if holds]
+        return "\n".join([*lines, f"next: {self.summary['next']}"])
 
 # %% ../../nbs/operations/extras.ipynb #912c046d
 def make_working_folder(folder: str | os.PathLike) -> WorkingFolder:  # raises OutputError
@@ -173,10 +175,17 @@ class Fetch(Operation):
                 "without the name of a set",
                 f"name one of {', '.join(SETS)}",
             )
-            keys = ("name", "title", "doi", "size", "licence")
-            body = {"sets": [{key: getattr(s, key) for key in keys} for s in SETS.values()]}
-            help = "leakmel fetch NAME shows licence and citation, and asks before it downloads."
-            return Outcome(SETS, body, f"{catalogue_text()}\n\n{help}")
+            body = {
+                "sets": [
+                    {key: getattr(s, key) for key in ("name", "title", "doi", "size", "licence")}
+                    for s in SETS.values()
+                ]
+            }
+            lines = [
+                catalogue_text(),
+                "leakmel fetch NAME shows licence and citation, and asks before it downloads.",
+            ]
+            return Outcome(SETS, body, run.answer(lines, next="leakmel fetch dongguan"))
         if self.source is not None:
             refuse_unused(unverified, "together with --from, because nothing is downloaded")
         found = lm.fetch(
@@ -252,7 +261,7 @@ class Labels(Operation):
                 format=self.format or "audacity",
                 recordings=self.recordings,
             )
-        return Outcome(made, made.summary, repr(made))
+        return Outcome(made, made.summary, run.answer([repr(made)]))
 
 # %% ../../nbs/operations/extras.ipynb #89c42a0f
 @operation(
@@ -300,7 +309,9 @@ class Suggest(Operation):
             mix=sample_mix(self.mix),
             progress=run.progress,
         )
-        return Outcome(found, found.summary, found.text())
+        scores = f"--scores {shlex.quote(self.out)}" if self.out else f"--model {shlex.quote(self.model)}"
+        then = f"leakmel review {shlex.quote(self.folder)} {scores}"
+        return Outcome(found, found.summary, run.answer([found.text()], next=then))
 
 # %% ../../nbs/operations/extras.ipynb #28ffc9c8
 _QUEUES = Literal[
@@ -380,8 +391,10 @@ class Review(Operation):
                 status = int(lab.wait() != 0)
             finally:
                 signal.signal(signal.SIGINT, before)
-        body = {"notebook": show_path(path), "labels": given["labels"], "command": command}
-        return Outcome(path, body, show_path(path), status)
+        text = show_path(path) if self.lab else run.answer([show_path(path)], next=shlex.join(command))
+        return Outcome(
+            path, {"notebook": show_path(path), "labels": given["labels"], "command": command}, text, status
+        )
 
 # %% ../../nbs/operations/extras.ipynb #39db6bae
 @dataclass(frozen=True, kw_only=True)
@@ -429,13 +442,14 @@ class Similar(_Embedding):
             spec=self.features,
             progress=run.progress,
         )
-        text = found.text()
+        again = shlex.join(["leakmel", "similar", self.file, "--in", self.among, "--html", "similar.html"])
+        text = run.answer([found.text()], next=again if page is None else "")
         if page is not None:
             from leakmel.pages.page_figures import Section, write_report
 
             sections = [Section("Recordings", [found.table]), Section("Spectrograms", [found.figure()])]
             title = f"Recordings similar to {show_path(found.query.name)}"
-            write_report(page, title, text.partition("\n")[0], sections)
+            write_report(page, title, found.text().partition("\n")[0], sections)
             text += f"\nreport: {show_path(page)}"
         return Outcome(found, found.summary | {"html": page and show_path(page)}, text)
 
@@ -452,11 +466,19 @@ class Embed(_Embedding):
     out: str = option(metavar="FILE")
 
     def __call__(self, run: Run) -> Outcome:
-        out, length = user_path(self.out), self.length or "spec"
+        out = user_path(self.out)
         found = lm.embed(
-            self.model, self.source, out=out, spec=self.features, length=length, progress=run.progress
+            self.model,
+            self.source,
+            out=out,
+            spec=self.features,
+            length=self.length or "spec",
+            progress=run.progress,
         )
-        text = f"{found!r}, {found.seconds:.1f} s\nembeddings in {show_path(out)}"
+        text = run.answer(
+            [f"{found!r}, {found.seconds:.1f} s", f"embeddings in {show_path(out)}"],
+            next=f"leakmel similar RECORDING.wav --in {shlex.quote(show_path(out))}",
+        )
         return Outcome(found, found.summary | {"out": show_path(out)}, text)
 
 # %% ../../nbs/operations/extras.ipynb #086491df
@@ -539,13 +561,19 @@ class Correlate(Operation):
         speed = self._speed()
         a: Any = None if self.a is None else user_path(self.a)
         if a is None:
-            m_s, length = getattr(speed, "speed_m_s", speed), self.distance_m
-            a = synthetic_pair(position_m=0.3 * length, distance_m=length, speed_m_s=m_s)
+            a = synthetic_pair(
+                position_m=0.3 * self.distance_m,
+                distance_m=self.distance_m,
+                speed_m_s=getattr(speed, "speed_m_s", speed),
+            )
         b = None if self.b is None else user_path(self.b)
         own = values_of(self, "distance_m clock_error_s offset_s distance_error_m speed_error_m_s method")
         given = {name: value for name, value in own.items() if value is not None}
         found = lm.correlate(a, b, speed_m_s=speed, band_hz=None if band[0] is None else band, **given)
-        text = found.text()
+        pipe = given | values_of(self, "speed_m_s material diameter_mm wall_mm")
+        words = (f"--{name.replace('_', '-')}={value}" for name, value in pipe.items() if value is not None)
+        again = ["leakmel", "correlate", *filter(None, [self.a, self.b]), *words, "--html=position.html"]
+        text = run.answer([found.text()], next=shlex.join(again) if page is None else "")
         if page is not None:
             correlation_page(found, page)
             text += f"\nreport: {show_path(page)}"
@@ -589,8 +617,9 @@ class Search(WithTraining):
         "Find the data sets, and choose the folder."
         out = run_folder(self.out, "search")
         training = self.plan_training(out, run, ("training", "validation"), needs_validation=True)
-        given = {name: value for name, value in training.given.items() if name != "labels"}
-        given |= values_of(self, "space trials hours again prune_after prune_epochs cluster")
+        given = {name: value for name, value in training.given.items() if name != "labels"} | values_of(
+            self, "space trials hours again prune_after prune_epochs cluster"
+        )
         inputs = {name: text for name, text in training.inputs.items() if name != "testing"}
         limit = "" if self.hours is None else f", at most {self.hours} hours in this call"
         return replace(training, inputs=inputs | {"trials": f"{self.trials}{limit}"}, given=given)
@@ -598,7 +627,12 @@ class Search(WithTraining):
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Search; an interrupted search in the same folder is resumed."
         result = lm.search(out=plan.out, progress=run.progress, **plan.given)
-        return Outcome(result, result.summary, wrap_text(repr(result), run.width))
+        text = run.answer(
+            result.answer_lines(),
+            [repr(result)],
+            next=f"leakmel evaluate DATA --model {shlex.quote(show_path(result.model_path))}",
+        )
+        return Outcome(result, result.summary, text)
 
 # %% ../../nbs/operations/extras.ipynb #743107ab
 @operation(
@@ -692,7 +726,8 @@ class Retrain(Operation):
         done = lm.retrain(out=plan.out, progress=run.progress, **plan.given)
         body = done.record | {"folder": show_path(done.folder)}
         write_summary(done.folder, {"ok": True} | body)
-        return Outcome(done, body, wrap_text(repr(done), run.width))
+        then = f"leakmel predict FOLDER --model {shlex.quote(show_path(plan.out))}"
+        return Outcome(done, body, run.answer(done.answer_lines(), [repr(done)], next=then))
 
 # %% ../../nbs/operations/extras.ipynb #c6c979cb
 @operation(
@@ -735,8 +770,12 @@ class Nightly(Operation):
         model, _, plan = plan_scoring(self, run)
         state = user_path(self.state) if self.state else runs_folder() / "nightly"
         budget = f"{self.budget:g} false visits per 100 sensor-nights, {self.audits} audits"
-        own = values_of(self, "budget audits visited reference device")
-        given = {**plan.given, "model": model, "state": state, **own}
+        given = {
+            **plan.given,
+            "model": model,
+            "state": state,
+            **values_of(self, "budget audits visited reference device"),
+        }
         return DetectorPlan({**plan.inputs, "budget": budget}, state, given)
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
@@ -744,7 +783,10 @@ class Nightly(Operation):
         done = lm.nightly(**plan.given, progress=run.progress)
         body = {"ok": True} | done.summary
         write_summary(plan.out, body)
-        return Outcome(done, body, done.text(), 4 if self.exit_code and done.to_visit else 0)
+        text = run.answer(
+            [done.text()], next=f"leakmel review FOLDER --model {shlex.quote(show_path(plan.given['model']))}"
+        )
+        return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
 
 # %% ../../nbs/operations/extras.ipynb #7f3efe20
 @operation("export", example="leakmel export mels --to huggingface --out mels-hf")
@@ -795,7 +837,8 @@ class Export(Operation):
             check=self.check,
             progress=run.progress,
         )
-        return Outcome(done, done.summary, done.text)
+        text = run.answer([done.text], next=f"leakmel export --card {shlex.quote(self.file)}")
+        return Outcome(done, done.summary, text)
 
     def _export_data(self, run: Run) -> Outcome:
         "Export a data set or a history."
@@ -809,17 +852,21 @@ class Export(Operation):
                 found=show_path(given),
                 remedy="add --onnx",
             )
-        unused = {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")}
-        refuse_unused(unused, "without --onnx", "leave it out, or add --onnx for a detector")
+        refuse_unused(
+            {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")},
+            "without --onnx",
+            "leave it out, or add --onnx for a detector",
+        )
         if self.out is None:
             raise wrong_arguments("an export needs a folder", expected="--out DIR, or --onnx for a detector")
         how: Any = {"out": user_path(self.out), "to": self.to or "parquet", "progress": run.progress}
         if is_state_folder(self.file):
             refuse_unused({"--license": self.license}, "for the history of nightly runs, which has no card")
-            done = export_history(self.file, **how)
-        else:
-            done = lm.export_dataset(self.file, license=self.license, **how)
-        return Outcome(done, done.summary, repr(done))
+            history = export_history(self.file, **how)
+            return Outcome(history, history.summary, repr(history))
+        done = lm.export_dataset(self.file, license=self.license, **how)
+        then = f"leakmel export --card {shlex.quote(self.file)}"
+        return Outcome(done, done.summary, run.answer([repr(done)], next=then))
 
 
 @operation(
@@ -892,12 +939,22 @@ class Cache(Operation):
         count = f"{'' if is_list else 'removed '}{len(files):,} cache file{'s' * (len(files) != 1)}"
         lines = [f"{count}, {size_text(n_bytes)} in {there}"]
         for f in files:
-            used = f.used_utc[:16].replace("T", " ")
             what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
-            lines.append(f"  {used}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}")
-        listed = [vars(f) | {"path": show_path(f.path)} for f in files]
+            lines.append(
+                f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}"
+            )
+
+        text = run.answer(
+            lines, next="leakmel machine cache clear --unused-days 30" * bool(is_list and files)
+        )
         return Outcome(
-            files, {"folder": show_path(folder), "n_bytes": n_bytes, "files": listed}, "\n".join(lines)
+            files,
+            {
+                "folder": show_path(folder),
+                "n_bytes": n_bytes,
+                "files": [vars(f) | {"path": show_path(f.path)} for f in files],
+            },
+            text,
         )
 
 
@@ -935,7 +992,12 @@ class Tune(WithFeatures):
             budget_s=self.budget_s,
             work_dir=self.work_dir,
         )
-        return Outcome(figures, figures, "\n".join(filter(None, [spec_note, tune_table(figures)])))
+        text = run.answer(
+            [f"{figures['seconds']:.1f} s; {figures['advice']}", *figures["notes"]],
+            [spec_note, tune_table(figures)],
+            next=f"leakmel build {shlex.quote(self.data_root or 'RECORDINGS')} --out mels",
+        )
+        return Outcome(figures, figures, text)
 
 
 @operation("bench", words="machine bench", example="leakmel machine bench work --suite build --files 8000")
@@ -967,7 +1029,9 @@ class Bench(Operation):
             rounds=self.rounds,
             log=print_error,
         )
-        text = f"{build_table(record)}\nstored as {show_path(path)}"
+        table = build_table(record).splitlines()
+        # titles and the first setting; recordings, machine and check
+        text = run.answer([*table[:3], *table[-2:]], [*table[3:-2], f"stored as {show_path(path)}"])
         return Outcome(
             record, record | {"path": show_path(path)}, text, 0 if record["verified"]["all_ok"] else 1
         )
@@ -990,4 +1054,12 @@ class Doctor(Operation):
 
         with Progress(len(CHECKS), label="doctor", unit="checks", show=run.progress) as bar:
             report = examine(self.dir, progress=bar.update)
-        return Outcome(report, report.to_dict(), report.text(run.width), 0 if report.ok else 1)
+        wrong = (
+            f"  {c.title}: {c.found}. {c.advice}" for c in report.checks if c.blocks or c.status == "warn"
+        )
+        text = run.answer(
+            [report.title, *wrong],
+            [report.text(run.width)],
+            next=f"leakmel scan {shlex.quote(self.dir or 'RECORDINGS')} --content" * report.ok,
+        )
+        return Outcome(report, report.to_dict(), text, 0 if report.ok else 1)

@@ -22,7 +22,7 @@ from leakmel.core.errors import DataError, LeakmelError, UsageError, show_path
 from leakmel.core.files import read_own_json
 from leakmel.core.operation import runs_folder, user_path
 from leakmel.core.parameters import Kinds
-from leakmel.core.progress import size_text
+from leakmel.core.progress import per_second, size_text
 from leakmel.core.timeline import (
     Timeline,
     aligned,
@@ -267,7 +267,7 @@ _LOADS = (  # of this process, except VRAM; 100 % of CPU is one core
 def _facts(run: RunRecord) -> dict[str, dict[str, str]]:
     "Return what the reports and timelines say of time, data and machine."
     reports = list(run.reports.values())
-    rate = f": {run.files_per_s:,.0f} files/s end to end" if run.files_per_s else ""
+    rate = f": {per_second(run.files_per_s)} end to end" if run.files_per_s else ""
     limits = " ".join(analyse(t).limit_text for t in run.distinct_timelines)
     times = {
         "folder": show_path(run.folder),

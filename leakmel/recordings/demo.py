@@ -23,6 +23,7 @@ import numpy as np
 
 from leakmel.core.errors import OutputError, UsageError
 from leakmel.core.files import require_space, write_errors
+from leakmel.core.progress import per_second
 from leakmel.recordings.wav import canonical_header
 
 # %% ../../nbs/recordings/demo.ipynb #a2aac2ad
@@ -410,7 +411,7 @@ class DemoSummary:
         planted = f", {len(self.faults)} of them planted faults" if self.faults else ""
         return (
             f"{self.n_files:,} files ({self.n_bytes / 1e6:,.1f} MB{planted}) in {self.root}: {shares}; "
-            f"{self.seconds:.1f} s, {self.n_files / max(self.seconds, 1e-9):,.0f} files/s"
+            f"{self.seconds:.1f} s, {per_second(self.n_files / max(self.seconds, 1e-9))}"
         )
 
 # %% ../../nbs/recordings/demo.ipynb #3815de37

@@ -26,7 +26,7 @@ from leakmel.detector.model.card import EvaluationRecord
 from leakmel.detector.model.cards import update_card
 from leakmel.detector.model.detector import Detector, load_detector
 from leakmel.detector.model.net import LeakNet, NetSettings
-from leakmel.detector.predict.predict import COLUMNS
+from leakmel.detector.predict.predict import COLUMNS, SHORT_COLUMNS
 from leakmel.extras.nightly.history import History, HistoryEntry
 from leakmel.operations.detector import Predict
 from leakmel.recordings.demo import write_wav
@@ -312,8 +312,9 @@ def test_commands(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_predictions_as_parquet_equal_those_as_csv(model: Path, recordings: Path, tmp_path: Path) -> None:
     pq = pytest.importorskip("pyarrow.parquet")
     detector = load_detector(model)
-    done = lm.predict(recordings, detector, out=tmp_path / "scores.parquet", **QUIET)
-    lm.predict(recordings, detector, out=tmp_path / "scores.csv", **QUIET)
+    every: dict[str, Any] = {**QUIET, "all_columns": True}
+    done = lm.predict(recordings, detector, out=tmp_path / "scores.parquet", **every)
+    lm.predict(recordings, detector, out=tmp_path / "scores.csv", **every)
     table = pq.read_table(tmp_path / "scores.parquet")
     assert tuple(table.schema.names) == tuple(COLUMNS)
     kinds = {f.name: str(f.type) for f in table.schema}
@@ -337,6 +338,9 @@ def test_predictions_as_parquet_equal_those_as_csv(model: Path, recordings: Path
     assert [row["in_training"] for row in rows] == [None] * 4
     assert [row["gain"] for row in rows] == [8.0 if g == 8 else None for g in done.scored.gain.tolist()]
     assert "as CSV or Parquet" in str(Predict.__doc__)  # first line of the help
+    done.write(tmp_path / "scores.parquet")
+    short = pq.read_table(tmp_path / "scores.parquet").to_pylist()
+    assert short == [{name: row[name] for name in SHORT_COLUMNS} for row in rows]
     (rejected,) = pq.read_table(tmp_path / "scores.rejected.parquet").to_pylist()
     assert rejected["path"] == "broken.wav"
     assert rejected["code"] == done.rejections[0].code

@@ -300,7 +300,7 @@ def test_evaluate_command_equals_the_library_and_writes_files(
     )
     status, out, _ = say("evaluate", small_sets, "--model", two_rounds, "--out", tmp_path / "judged", *QUICK)
     assert status == 0
-    assert "written:" in out
+    assert "more lines: --full" in out
     paths = (str(tmp_path), "next: ")  # which are not wrapped
     assert max(len(line) for line in out.splitlines() if not any(text in line for text in paths)) <= 100
 
@@ -316,8 +316,23 @@ def test_a_report_fits_into_a_narrow_terminal(
     assert status == 0, err
     words = " ".join(out.split())
     assert re.search(
-        r"of \d+ leaks found \d+; of \d+ others \d+ false alarms \(threshold 0\.\d\d\) better than a", words
+        r"of \d+ leaks found \d+; of \d+ without a leak \d+ false alarms? \(threshold 0\.\d\d\) better than a",
+        words,
     )
+    numbers = re.search(
+        r"of (\d+) leaks found (\d+); of (\d+) without a leak (\d+) .*?threshold ([\d.]+)", words
+    )
+    assert numbers is not None
+    body = json.loads(say("evaluate", small_sets, "--model", place / "run", *QUICK, "--json")[1])
+    of_vote = body["votes"][body["vote"]]
+    counts = of_vote["counts"]
+    assert [int(n) for n in numbers.groups()[:4]] == [
+        body["leaks"],
+        counts["true_leak"],
+        body["recordings"] - body["leaks"],
+        counts["false_alarm"],
+    ]
+    assert numbers[5] == f"{of_vote['threshold']:.2f}"
     assert "at a new sensor: " in words
     assert "next: leakmel predict " in words
     assert "Mean of segments" not in words

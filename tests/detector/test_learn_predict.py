@@ -35,7 +35,7 @@ from leakmel.detector.data.segments import (
 from leakmel.detector.metrics.metrics import VOTES, vote_scores
 from leakmel.detector.model.detector import Detector, load_detector, score_rows
 from leakmel.detector.predict import predict as prediction
-from leakmel.detector.predict.predict import COLUMNS, Predictions, rejected_path, rule_of
+from leakmel.detector.predict.predict import COLUMNS, Predictions, rule_of
 from leakmel.detector.predict.scoring import RowBlock
 from leakmel.mel.engines import load_class
 from leakmel.recordings.demo import write_wav
@@ -418,7 +418,7 @@ def test_names_that_are_not_unicode(tmp_path, detector):
     folder.mkdir()
     for name in (b"a\xff.wav", b"line\nbreak,comma.wav", "Größe.wav".encode(), b"=1+1.wav"):
         write_wav(os.fsdecode(os.fsencode(folder) + b"/" + name), noise(1))
-    p = lm.predict(folder, detector, out=tmp_path / "scores.csv", **QUIET)
+    p = lm.predict(folder, detector, out=tmp_path / "scores.csv", all_columns=True, **QUIET)
     with (tmp_path / "scores.csv").open(encoding="utf-8", newline="") as f:
         read = list(csv.DictReader(f))
     assert [r["path"] for r in read] == [
@@ -598,7 +598,8 @@ def test_nan_scores_are_not_returned(mixed):
 
 def test_the_same_recordings_give_the_same_bytes(mixed, detector, tmp_path):
     for k in (1, 2):
-        lm.predict(mixed, detector, out=tmp_path / f"{k}" / "scores.csv", **QUIET, read_workers=k)
+        out = tmp_path / f"{k}" / "scores.csv"
+        lm.predict(mixed, detector, out=out, all_columns=True, **QUIET, read_workers=k)
     for name in ("scores.csv", "scores.rejected.csv"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
     with (tmp_path / "1" / "scores.csv").open() as f:
@@ -645,13 +646,26 @@ def test_command(mixed, model, tmp_path, capsys):
     words = ["predict", str(mixed), "--model", str(model), "--device", "cpu", "--engine", "torch"]
     assert main([*words, "--quiet", "--out", str(out), "--vote", "any_long", "--threshold", "0.6"]) == 0
     text = capsys.readouterr().out
-    assert "13 scored + 2 rejected = 15 files found" in text
-    assert "vote any_long, threshold 0.6 (given)" in text
-    for output in ("most suspicious", "1 x not_wav", "1 x too_short", str(out), str(rejected_path(out))):
+    assert text.startswith(
+        "13 of 13 recordings are leaks at threshold 0.6 (100 %), the most suspicious first:\n"
+    )
+    assert text.endswith(f"next: leakmel review {mixed} --scores {out}\n")
+    for output in ("1 x not_wav", "1 x too_short", "more lines: --full"):
         assert output in text
+    assert tuple(out.read_text().split("\n", 1)[0].split(",")) == tuple(prediction.SHORT_COLUMNS)
+    assert (
+        main([*words, "--quiet", "--full", "--columns", "all", "--out", str(out), "--threshold", "0.6"]) == 0
+    )
+    assert tuple(out.read_text().split("\n", 1)[0].split(",")) == tuple(COLUMNS)
+    assert "13 scored + 2 rejected = 15 files found" in capsys.readouterr().out
     assert max(map(len, text.replace(str(tmp_path), "").replace(str(mixed.parent), "").splitlines())) <= 100
     assert main([*words, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
+    assert main([*words, "--quiet"]) == 0
+    answer, first, *_ = capsys.readouterr().out.splitlines()
+    assert answer.startswith(f"{body['leaks']} of {body['scored']} recordings are leaks at threshold ")
+    assert f"threshold {body['rule']['threshold']:.3g} " in answer
+    assert first.split()[0] == f"{body['most_suspicious'][0]['score']:.3f}"
     assert (body["ok"], body["found"], body["scored"], body["rejected"], body["rule"]["vote"]) == (
         True,
         15,
@@ -685,7 +699,7 @@ def test_exit_status(mixed, model, tmp_path, capsys):
         )
         == 1
     )
-    assert "0 scored + 1 rejected" in capsys.readouterr().out
+    assert "0 of 0 recordings are leaks" in capsys.readouterr().out
     assert (tmp_path / "x.rejected.csv").read_text().count("\n") == 2
     assert main(["predict", str(mixed), "--model", str(tmp_path / "none.pt"), "--quiet"]) == 1
     assert main(["predict", str(mixed)]) == 2

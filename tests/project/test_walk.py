@@ -73,7 +73,7 @@ def lengths(walk: Walk) -> None:
         )
     said = walk.to_a_detector("leakmel scan own")
     assert "Name the sensor of each recording" in " ".join(said.split())
-    assert re.search(r"(\d+) of 40 recordings are classified as leaks", walk.text)[1] == "20"  # type: ignore[index]
+    assert re.search(r"(\d+) of 40 recordings are leaks at threshold", walk.text)[1] == "20"  # type: ignore[index]
 
 
 def table(walk: Walk) -> None:

@@ -912,7 +912,7 @@ def test_the_text_of_scan_is_grouped(messy, say) -> None:
     assert sum(line.startswith("    ") for line in text.splitlines()) == len(kinds - everything) + sum(
         len(planted.get(k, "x")) for k in everything
     )
-    assert "more (--most N, --json for all)" in text
+    assert "more (--most N, or all)" in text
     assert "--content reads the recordings" not in text
 
 

@@ -285,10 +285,11 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
 
 
 def evaluation_answer(e: Evaluation) -> list[str]:  # at most six lines
-    "Return what a person acts on: leaks found and false alarms, the comparison with a level meter, what to expect at a new sensor."
+    "Return what a person acts on: leaks found and false alarms, comparison with a level meter, what to expect at a new sensor."
     counts, by = e.detector.counts, e.groups.by
     n_leaks, n_quiet = counts.true_leak + counts.missed_leak, counts.false_alarm + counts.true_normal
-    found = f"of {n_leaks:,} leaks found {counts.true_leak:,}; of {n_quiet:,} others {counts.false_alarm:,} false alarms"
+    alarms = f"{counts.false_alarm:,} false alarm{'s' * (counts.false_alarm != 1)}"
+    found = f"of {n_leaks:,} leaks found {counts.true_leak:,}; of {n_quiet:,} without a leak {alarms}"
     answers: dict[str, str] = {}
     for title, d in e.verdict.against:
         better = "yes" if d.is_better else "no, it is worse" if d.is_worse else "not shown"
@@ -308,8 +309,7 @@ def evaluation_answer(e: Evaluation) -> list[str]:  # at most six lines
         new = f"cannot be told, because a label comes from {held} {by}{'s' * (held != 1)}, and {stats.MIN_GROUPS} are needed"
     lines = [f"{LEAKY_SPLIT} --full says why"] * e.leaky
     lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
-    if others and level == "yes":
-        lines.append(f"not shown to be better than: {', '.join(others)}")
+    lines += [f"not shown to be better than: {', '.join(others)}"] * bool(others and level == "yes")
     more = f" (and {len(e.cautions) - 1} more: --full)" * (len(e.cautions) > 1)
     lines.append(f"at a new {by if e.has_groups else 'sensor'}: {new}")
     return [*lines, *(f"caution: {caution}{more}" for caution in e.cautions[:1])]

@@ -74,6 +74,7 @@ def result_files(
 class Resampled(RowTable):
     "Result of a resampling: what all kinds of them have."
 
+    acted_on = ("verdict", "answer", "detector", "better", "caution", "written")
     name: ClassVar[str]  # also the first key of summary.json
     task: Task
     asked: str  # kind of detector in the settings
@@ -502,8 +503,10 @@ class Generalisation(Resampled):
                 reach = found.seeds["balanced_accuracy"]
                 text = f"balanced accuracy {reach.min():.3f} to {reach.max():.3f} with {n} seeds of the folds"
                 rows.append(("", text))
-            simple = (f"{m.title} {m.figures['auc']:.3f}" for m in found.baselines.values())
+            simple = {f"{m.title} {m.figures['auc']:.3f}": m.figures["auc"] for m in found.baselines.values()}
             rows.append(("", f"AUC of baselines: {', '.join(simple)}"))
+            if better := [text for text, auc in simple.items() if auc >= found.detector.figures["auc"]]:
+                rows.append(("better", f"{', '.join(better)}: not below the detector, by {title}"))
             if g["note"]:
                 rows.append(("", f"{g['note']}."))
         return [*rows, ("answer", self.answer["text"]), *super().rows()]

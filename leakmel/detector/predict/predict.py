@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, compress, pairwise
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -25,7 +26,8 @@ from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_clust
 from leakmel.core.errors import DataError, EngineError, OutputError, UsageError, show_path, write_error
 from leakmel.core.export import path_columns, require_package, write_table
 from leakmel.core.files import replacing
-from leakmel.core.progress import Progress
+from leakmel.core.operation import Run
+from leakmel.core.progress import Progress, per_second
 from leakmel.core.store import absolute_folder, output_path
 from leakmel.dataset.schema import Rejected
 from leakmel.detector.data.segments import LENGTHS, covered_samples
@@ -90,7 +92,7 @@ class SegmentScores:
 # %% ../../../nbs/detector/predict/predict.ipynb #5c0ed009
 # one recording that was scored: what each column of `ScoredRecordings` says of it
 ScoredRecording = namedtuple(
-    "ScoredRecording", "path segment_scores facts encoding status label sensor gain in_training"
+    "ScoredRecording", "path segment_scores facts encoding status label sensor gain start_time in_training"
 )
 
 
@@ -106,6 +108,7 @@ class ScoredRecordings(Sequence[ScoredRecording]):
     label: np.ndarray  # from folders or a table
     sensor: np.ndarray
     gain: np.ndarray  # [n] float64, number in the name
+    start_time: np.ndarray  # as the name or the table has it
     # [n] object: whether the detector learned from it, or was chosen by it; None: not known
     in_training: np.ndarray
 
@@ -241,6 +244,24 @@ COLUMNS = {  # name -> kind
     "segment_scores": "scores",
     "evaluation": "word",
     "path_base64": "text",
+    "start_time": "word",
+}
+# what a person reads or sorts by: which recording, where and when, the decision with what it rests upon, and whether the score can be trusted; the
+# others describe the signal, or are the same in each row
+SHORT_COLUMNS = {
+    name: COLUMNS[name]
+    for name in [
+        "path",
+        "label",
+        "leak",
+        "score",
+        "probability",
+        "threshold",
+        "sensor",
+        "start_time",
+        "status",
+        "in_training",
+    ]
 }
 REJECTED_COLUMNS = {"path": "text", "code": "word", "message": "text", "path_base64": "text"}
 
@@ -426,6 +447,7 @@ class Predictions:
             "segment_scores": [s.segment_scores[k] for k in range(*part.indices(len(s)))],
             "evaluation": [evaluation_result(self.evaluations)] * n,
             "path_base64": paths["path_base64"],
+            "start_time": each_once(s.start_time[part], show_path),
         }
 
     @cached_property
@@ -475,8 +497,8 @@ class Predictions:
 
         return pd.DataFrame(self._rejected_columns()).drop(columns="path_base64")
 
-    def write(self, out: str | os.PathLike) -> None:
-        """Write the table and the list of rejected files as CSV, or Parquet where the name ends in .parquet.
+    def write(self, out: str | os.PathLike, *, all_columns: bool = False) -> None:
+        """Write the table, with SHORT_COLUMNS or all, and the list of rejected files as CSV, or Parquet where the name ends in .parquet.
 
         Both files are complete before either of them is renamed. Raises OutputError.
         """
@@ -486,7 +508,7 @@ class Predictions:
             target.parent.mkdir(parents=True, exist_ok=True)
             for path, columns, pages in (
                 (rejected, REJECTED_COLUMNS, lambda: iter([self._rejected_columns()])),
-                (scores, COLUMNS, self._pages),
+                (scores, COLUMNS if all_columns else SHORT_COLUMNS, self._pages),
             ):
                 if target.suffix.lower() == _PARQUET:
                     write_table(path, prediction_schema(columns), pages)
@@ -536,45 +558,57 @@ class Predictions:
             "rejected_out": None if self.out is None else show_path(rejected_path(self.out)),
         }
 
-    def text(self, width: int = 100) -> str:
-        "Return the summary as text."
+    def text(self, width: int = 100, full: bool = False) -> str:
+        "Return the answer as text: how many are leaks, the most suspicious, and what to know of the scores; with `full` all of the summary."
         s = self.summary
         share = f" ({100 * s['leaks'] / len(self):.0f} %)" if len(self) else ""
         n_learned = s["in_training"] or 0
-        by = f"the model was trained on features computed by {self.learned_by}: scores may differ in the last digits"
-        unknown = (
-            "the model does not store its training recordings: some of these recordings may be among them"
-        )
         learned = f"{n_learned:,} of the recordings {'was' if n_learned == 1 else 'were'} used to train the detector"
         flagged = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in s["flags"].items() if n)
         room = max(12, width - 45)  # characters of a path, which is shortened in the middle
-        most = ["  most suspicious:"] if len(self) else []
+        most = []
         for r in s["most_suspicious"]:
             path = r["path"]
             if len(path) > room:
                 path = f"{path[: room // 3]}...{path[len(path) - room + room // 3 + 3 :]}"
             found = f"{round(r['leak_share'] * r['n_segments'])} of {r['n_segments']} segments"
-            most.append(f"    {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {path:<{room}}  {found}")
-        lines = {  # line -> whether it applies
+            most.append(f"  {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {path:<{room}}  {found}")
+        reasons = ", ".join(f"{n:,} x {code}" for code, n in s["rejected_by_code"].items())
+
+        notes = {  # line -> whether it applies
             f"Detector: {s['evaluation']}": True,
-            f"{s['leaks']:,} of {len(self):,} recordings are classified as leaks{share}": True,
-            f"  {len(self):,} scored + {s['rejected']:,} rejected = {self.found:,} files found": True,
-            f"  {self.rule}": True,
-            f"  {self._speed} end to end; features by {self.engine}, model on {self.device}": True,
-            f"  {by}": self.learned_by not in ("", self.engine),
-            f"  {unknown}": s["in_training"] is None,
-            f"  {learned}: such scores do not show how it works on other recordings": n_learned,
-            "\n".join(most): most,
-            f"  to check: {flagged}": flagged,
-            **{f"  rejected: {n:,} x {code}": True for code, n in s["rejected_by_code"].items()},
+            "the model does not store its training recordings: some of these recordings may be among them": (
+                s["in_training"] is None
+            ),
+            f"{learned}: such scores do not show how it works on other recordings": n_learned,
+            f"rejected: {reasons}": reasons,
+        }
+        lines = [note for note, applies in notes.items() if applies]
+        n_most = 4 - len(lines)  # of an answer of five lines
+        rest = {
+            **dict.fromkeys(most[n_most:], True),
+            f"{len(self):,} scored + {s['rejected']:,} rejected = {self.found:,} files found": True,
+            str(self.rule): True,
+            f"{self._speed} end to end; features by {self.engine}, model on {self.device}": True,
+            f"the model was trained on features by {self.learned_by}: scores may differ in the last digits": (
+                self.learned_by not in ("", self.engine)
+            ),
+            f"to check: {flagged}": flagged,
             f"scores in {s['out']}": s["out"],
             f"rejected in {s['rejected_out']}": s["out"] and s["rejected"],
         }
-        return "\n".join(line for line, applies in lines.items() if applies)
+        head = f"{s['leaks']:,} of {len(self):,} recordings are leaks at threshold {self.rule.threshold:.3g}{share}"
+        where = quote(show_path(self.folder))
+        scores = f"--scores {quote(s['out'])}" if s["out"] else f"--model {quote(self.model)}"
+        return Run(width=width, full=full).answer(
+            [head + ", the most suspicious first:" * bool(most), *most[:n_most], *lines],
+            [line for line, applies in rest.items() if applies],
+            next=f"leakmel review {where} {scores}" if most else "",
+        )
 
     @property
     def _speed(self) -> str:
-        return f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s"
+        return f"{self.seconds:.2f} s, {per_second(self.files_per_s)}"
 
     def __repr__(self) -> str:
         leaks = f"{self.summary['leaks']:,} of {len(self):,} recordings classified as leaks"
@@ -606,15 +640,25 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
     known = provenance.contains(facts["digest"].tolist()).tolist()
     paths = list(compress(found.listing.paths, readers.facts["good"].tolist()))
     if isinstance(found.names, ParsedNames):
-        columns = columns_of_names(paths, ("sensor", "gain"))
-        sensor = each_once(columns["sensor"].tolist(), os.fsdecode)
+        columns = columns_of_names(paths, ("sensor", "gain", "start_time"))
+        texts = [each_once(columns[name].tolist(), os.fsdecode) for name in ("sensor", "start_time")]
         gain = columns["gain"]
     else:
-        sensor = each_once(found.names[k].sensor for k in good.tolist())
-        gain = np.array([found.names[k].gain for k in good.tolist()])
-    texts = readers.encoding[good], readers.status[good], found.labels[good]
-    in_training = np.array(known if provenance.is_complete else [x or None for x in known], object)
-    return ScoredRecordings(paths, scores, facts, *texts, sensor, gain, in_training)
+        names = [found.names[k] for k in good.tolist()]
+        texts = [each_once(getattr(x, name) for x in names) for name in ("sensor", "start_time")]
+        gain = np.array([x.gain for x in names])
+    return ScoredRecordings(
+        paths,
+        scores,
+        facts,
+        encoding=readers.encoding[good],
+        status=readers.status[good],
+        label=found.labels[good],
+        sensor=texts[0],
+        gain=gain,
+        start_time=texts[1],
+        in_training=np.array(known if provenance.is_complete else [x or None for x in known], object),
+    )
 
 # %% ../../../nbs/detector/predict/predict.ipynb #eefd6075
 # recordings, files that were not scored, identity of the engine, device
@@ -706,6 +750,8 @@ def predict(
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     # an Executor, a Dask client or the address of a scheduler: it scores parts of the recordings
     cluster: Cluster | None = None,
+    # write all COLUMNS to `out`, not SHORT_COLUMNS only
+    all_columns: bool = False,
 ) -> Predictions:
     "Score the recordings of a folder with a detector; raises LeakmelError."
     if length not in LENGTHS:
@@ -746,6 +792,6 @@ def predict(
         evaluations=detector.evaluations,
     )
     if target is not None:
-        done.write(target)
+        done.write(target, all_columns=all_columns)
         done = replace(done, seconds=time.perf_counter() - began)
     return done

@@ -248,7 +248,7 @@ class Correlation:
                 f"leak noise {self.position_m:.1f} m from a (95 % interval {self.low_m:.1f} to {self.high_m:.1f} m), "
                 f"{self.distance_m - self.position_m:.1f} m from b"
             )
-        lines = [f"{self.verdict}: {heads[self.verdict]}"]
+        lines = [f"{self.verdict}: {heads[self.verdict]}", *(f"  {note}" for note in self.notes)]
         if self.delay_s is not None:
             parts = ", ".join(f"{name} {value:.2f} m" for name, value in self.errors_m.items())
             lines += [
@@ -259,7 +259,7 @@ class Correlation:
             f"  peak {self.peak:.1f} standard deviations ({self.needed_peak:.1f} needed), coherent {100 * self.coherent_share:.0f} % of "
             f"{self.band_hz[0]:.0f} to {self.band_hz[1]:.0f} Hz, {self.n_averages:.0f} averages, method {self.method}"
         )
-        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+        return "\n".join(lines)
 
     __repr__ = text
 

@@ -362,16 +362,17 @@ class NightlyRun:
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
-                f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {c.found:,} files found",
-                f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
-                f"  detector: {self.evaluation}",
-                *[f"  {c.times_from_file:,} {_FROM_FILE}"] * (c.times_from_file > 0),
-                *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
-                *(f"  {text}" for text in (self.high_scores, *self.warnings) if text),
+                f"  visits, each with its reason: {show_path(self.state / VISITS_HTML)}",
                 *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
                 *(f"  check the logger {r.sensor}: {r.health}" for r in ill[:MAX_NAMED]),
                 *[f"  and {len(ill) - MAX_NAMED:,} more loggers to check"] * (len(ill) > MAX_NAMED),
-                f"tables in {show_path(self.state)}",
+                f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {c.found:,} files found",
+                *[f"  {c.times_from_file:,} {_FROM_FILE}"] * (c.times_from_file > 0),
+                *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
+                *(f"  {text}" for text in (self.high_scores, *self.warnings) if text),
+                f"  detector: {self.evaluation}",
+                f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
+                f"  tables in {show_path(self.state)}",
             ]
         )
 

@@ -50,7 +50,7 @@ from leakmel.recordings.wav import read_wav
 _KINDS = {
     "held out": {"path", "score", "fold", "leak"},
     "suggestions": {"path", "score", "kind", "reason", "digest"},
-    "predictions": {"path", "score", "threshold", "segment_scores"},
+    "predictions": {"path", "score", "threshold"},
 }
 _TRUTH = {"true": True, "wahr": True, "vrai": True, "false": False, "falsch": False, "faux": False}
 ScoreRow = tuple[str, dict[str, Any]]  # path as `show_path` shows it, and some of NO_SCORES
@@ -619,7 +619,7 @@ _STATUS = """<div role='status' style='padding:2px 8px;line-height:1.5;overflow-
 Restart it and run the notebook again; all earlier decisions are in the table.</div></div>"""
 
 
-_NO_SCORES = "<div style='opacity:0.75'>No score per segment: no model was given.</div>"
+_NO_SCORES = "<div style='opacity:0.75'>No score per segment: no model was given, or a table without them (leakmel predict --all-columns).</div>"
 
 
 def _sound_html(session: ReviewSession, r: Any, band_pass: bool, about: str = "") -> str:

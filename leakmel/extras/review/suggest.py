@@ -242,7 +242,9 @@ class Suggestions:
         left = ", ".join(f"{n:,} {reason}" for reason, n in self.left_out.items() if n)
         width = max(map(len, self.table["path"]), default=4)
         kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+        random = "Keep the random recordings as a test set (split testing): do not train on them."
         notes = {
+            random: counts["random"],
             f"  not suggested: {left}": left,
             f"  fewer than {self.n}: others left out, or above {self.per_sensor} a sensor": len(self)
             < self.n,
@@ -252,11 +254,7 @@ class Suggestions:
         lines = [f"{len(self)} of {self.n_scored:,} recordings to label: {kinds}"]
         lines += [note for note, holds in notes.items() if holds]
         lines += [f"  {x.kind:<9}  {x.path:<{width}}  {x.reason}" for x in self.table.itertuples()]
-        if counts["random"]:
-            lines.append("Keep the random recordings as a test set (split testing): do not train on them.")
-        if self.out:
-            lines.append(f"suggestions in {show_path(self.out)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *[f"suggestions in {show_path(self.out or '')}"] * bool(self.out)])
 
     def __repr__(self) -> str:
         return f"Suggestions({len(self)} of {self.n_scored:,} recordings of {show_path(self.folder)}; {self.mix})"

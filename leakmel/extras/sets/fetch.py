@@ -653,14 +653,13 @@ class FetchedSet:
     def __repr__(self) -> str:
         f, counts = self.facts, self.facts["counts"]
         labels = ", ".join(f"{name} {n:,}" for name, n in counts.items() if name.isupper())
+        n = sum(not file["published"] for file in f["files"])
         lines = [
             f"{show_path(self.path)}{' (complete before)' if self.was_complete else ''}",
             f"  {counts['recordings']:,} recordings ({labels}) in {counts['groups']:,} groups: {f['group_rule']}",
+            *[f"  not compared with a published checksum: {n:,} files; their digests are in {SET_FILE}"]
+            * (n > 0),
         ]
-        if n := sum(not file["published"] for file in f["files"]):
-            lines += [
-                f"  not compared with a published checksum: {n:,} files; their digests are in {SET_FILE}"
-            ]
         notes = {
             "DIFFERENT from the description": "differences",
             "warning": "warnings",
