@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import leakmel as lm
 from leakmel.core.errors import LeakmelError, UsageError, missing_package, write_error
-from leakmel.core.operation import Operation, Run, add_options, commands_help, make, with_name
+from leakmel.core.operation import Command, Operation, Run, add_options, commands_help, make, with_name
 from leakmel.core.parameters import answer_unknown
 from leakmel.core.progress import line_width, own_stream, print_error, wrap_text
 from leakmel.core.threads import machine_error, safe_module_path
@@ -79,17 +79,16 @@ class _ShowAllOptions(argparse.Action):
 class CommandParser(argparse.ArgumentParser):
     "Parser of one command, with a short and a complete help; raises UsageError, which suggests the option that was probably meant."
 
-    example = ""
-    short = ""  # names of the options in the short help; empty: all of them
+    command = Command("", "")
+    # other commands that begin with the words of this one: `export --card`
+    also: Sequence[str] = ()
 
     def format_help(self) -> str:
         "Return the short help: positional arguments, the options in `short`, an example."
-        if not self.short:
+        if not self.command.short:
             return self.format_help_all()
-        named = {a.option_strings[-1]: a for a in self._actions if a.option_strings}
-        options = [
-            named[f"--{w}"] for w in ("help", *self.short.split(","), "full", "json", "quiet", "help-all")
-        ]
+        shown = ("help", *self.command.short.split(","), "full", "json", "quiet", "help-all")
+        options = [self._option_string_actions[f"--{word}"] for word in shown]
         positional = [a for a in self._actions if not a.option_strings]
         rest = argparse.Action(["options"], "options", nargs=0)  # shown as [options]
         return self._format(
@@ -109,24 +108,29 @@ class CommandParser(argparse.ArgumentParser):
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
-        formatter.add_text(self.epilog)
-        formatter.add_text(f"example: {self.example}" if self.example else None)
+        also = "; also: leakmel " + ", leakmel ".join(self.also) if self.also else ""
+        for text in (self.command.status, self.command.example and f"example: {self.command.example}{also}"):
+            formatter.add_text(text)
         return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         "Raise UsageError with one line that says what is wrong."
-        known = [o.removeprefix("--") for o in self._option_string_actions]
+        known = [o.removeprefix("--") for o in (*self._option_string_actions, *" ".join(self.also).split())]
         for word in re.findall(r"--([\w-]+)", message) if message.startswith("unrecognized") else []:
             message = f"unknown option --{word}: " + (
                 "options follow the command"
                 if word in known
                 else answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
             )
-        if wrong := re.match(r"argument COMMAND: invalid choice: '(.*)' ", message):
-            known = [
-                cls.command.words.split()[0] if cls.command.words else n for n, cls in OPERATIONS.items()
-            ]
-            message = f"unknown command: {answer_unknown(wrong[1], dict.fromkeys(known))}"
+        if wrong := re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):
+            names = re.findall(r"[\w@-]+", wrong[3])
+            shown = "unknown command" if wrong[1] == "COMMAND" else f"{wrong[1]}, one of {', '.join(names)}"
+            message = f"{shown}: {answer_unknown(wrong[2], [*names, 'machine'])}"
+        message += (
+            f". For a detector, {detector.ways_to_a_model()}"
+            if re.search("required:.*--model", message)
+            else ""
+        )
         end = "" if message.endswith("?") else "."
         raise UsageError(f"{self.prog}: {message}{end} See {self.prog} --help", code="invalid-arguments")
 
@@ -139,15 +143,11 @@ def _parser(
     parser.add_argument("--version", action="version", version=f"leakmel {lm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, cls in OPERATIONS.items():
-        command = cls.command
         p = commands.add_parser(
-            name,
-            prog=f"leakmel {command.words or name}",
-            description=cls.__doc__,
-            epilog=command.status or None,
-            allow_abbrev=False,
+            name, prog=f"leakmel {cls.command.words or name}", description=cls.__doc__, allow_abbrev=False
         )
-        p.short, p.example = command.short, command.example
+        p.command = cls.command
+        p.also = [x.command.words for x in OPERATIONS.values() if x.command.words.startswith(f"{name} --")]
         p.add_argument(
             "--help-all", action=_ShowAllOptions, nargs=0, default=argparse.SUPPRESS, help="show every option"
         )
@@ -209,12 +209,10 @@ def _run(words: Sequence[str]) -> tuple[int, bool]:  # exit status, and whether 
     if not words:
         print(FIRST_DAY)
         return 2, False
-    if words[0] in ("-h", "--help"):
-        print(commands_help(GROUPS))
-        return 0, False
-    if words[0] == "machine" and not {*words[1:]} - {"-h", "--help"}:  # a group without a command of its own
-        print(commands_help({"machine": GROUPS["machine"]}))
-        return 0 if words[1:] else 2, False
+    # a group without a command of its own has a help
+    if words[0] in ("-h", "--help") or not {*words} - {"-h", "--help", "machine"}:
+        print(commands_help({"machine": GROUPS["machine"]} if words[0] == "machine" else GROUPS))
+        return 2 if words[-1] == "machine" else 0, False
     _start_streams()
     args = argparse.Namespace(json="--json" in words)  # where the words cannot be parsed
     handlers: dict[int, Any] = {}
@@ -226,9 +224,9 @@ def _run(words: Sequence[str]) -> tuple[int, bool]:  # exit status, and whether 
             handlers = {n: signal.signal(n, _raise_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             with warnings_to_stderr(), safe_module_path():
-                done = make(OPERATIONS[args.command], vars(args))(
-                    Run("none" if args.json or args.quiet else "auto", width=line_width(), full=args.full)
-                )
+                operation = data.with_hints(make(OPERATIONS[args.command], vars(args)))
+                progress = "none" if args.json or args.quiet else "auto"
+                done = operation(Run(progress, width=line_width(), full=args.full))
                 status, body, text = done.status, dict(done.body), done.text
         except ModuleNotFoundError as e:
             raise missing_package(e) from e
@@ -262,10 +260,8 @@ def _in_shell_words(error: BaseException, command: str) -> str:
     head, tail = text[: len(text) - len(remedy)], text[len(text) - len(remedy) :]
     if not command or not ("_" in tail or "=" in tail):
         return text
-    of_commands = next(
-        a for a in _parser(command)._actions if isinstance(a, argparse._SubParsersAction)
-    ).choices
-    known = of_commands[command]._option_string_actions
+    groups = (a for a in _parser(command)._actions if isinstance(a, argparse._SubParsersAction))
+    known = next(groups).choices[command]._option_string_actions
 
     def option(found: re.Match[str]) -> str:
         name, value = found[1], found[2]

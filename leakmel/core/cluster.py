@@ -83,9 +83,11 @@ def n_processes(
     client: Any,  # of `open_cluster`
 ) -> int:
     "Return how many tasks a cluster runs at the same time; at least 1."
-    if isinstance(client, Executor):
-        return max(1, getattr(client, "_max_workers", None) or 1)
-    return max(1, sum(w["nthreads"] for w in client.scheduler_info(n_workers=-1)["workers"].values()))
+    return (
+        max(1, getattr(client, "_max_workers", None) or 1)
+        if isinstance(client, Executor)
+        else max(1, sum(w["nthreads"] for w in client.scheduler_info(n_workers=-1)["workers"].values()))
+    )
 
 
 def cores_of_task(

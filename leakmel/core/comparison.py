@@ -80,6 +80,8 @@ def text_column(
     import pandas as pd
 
     texts = np.fromiter(values, object)
-    if int(pd.__version__.partition(".")[0]) < 3:
-        return texts
-    return pd.array(texts, dtype=pd.StringDtype("python", na_value=np.nan))
+    return (
+        texts
+        if int(pd.__version__.partition(".")[0]) < 3
+        else pd.array(texts, dtype=pd.StringDtype("python", na_value=np.nan))
+    )

@@ -7,6 +7,7 @@ __all__ = ['LeakmelError']
 
 # %% ../../nbs/core/errors.ipynb #292ef69c
 import copyreg
+import difflib
 import errno
 import os
 import re
@@ -53,8 +54,12 @@ class LeakmelError(Exception):
         self.found = found
         self.expected = expected
         self.remedy = remedy
-        facts = {"found": found, "expected": expected}
-        told = [f"{name} {value}" for name, value in facts.items() if value is not None]
+        told = [f"{k} {v}" for k, v in {"found": found, "expected": expected}.items() if v is not None]
+        if self.exit_code == 2 and remedy is None and found and expected:
+            known = re.findall(r"[a-z][\w@.-]+", str(expected))
+            told += [
+                f"did you mean {x}?" for x in difflib.get_close_matches(str(found).strip("'"), known, 1, 0.7)
+            ]
         text = "; ".join([message if path is None else f"{show_path(path)}: {message}", *told])
         super().__init__(text if remedy is None else f"{text}. {remedy[0].upper()}{remedy[1:]}")
 
@@ -227,9 +232,11 @@ def explain(
     remedy = _REMEDIES.get(name, _OTHER)[writing]
     if name == "ENAMETOOLONG":
         longest = max(map(len, os.fsencode(path).split(b"/")))
-        cause = f"a name of {longest:,} bytes is longer than this file system allows, usually 255"
-        if len(os.fsencode(os.path.abspath(path))) >= 4096:
-            cause = "the path is longer than 4,095 bytes"
+        cause = (
+            "the path is longer than 4,095 bytes"
+            if len(os.fsencode(os.path.abspath(path))) >= 4096
+            else f"a name of {longest:,} bytes is longer than this file system allows, usually 255"
+        )
     if name in ("ENOENT", "ENOTDIR") and not writing:
         remedy = missing_remedy(path, remedy)
     return f"{name}: {cause}", remedy

@@ -32,8 +32,9 @@ def tree_size(folder: Path) -> tuple[int, int]:
 def path_columns(paths: Sequence[bytes]) -> dict[str, list[str]]:
     "Return paths as text on one line; in base64 too where that is another text."
     shown = list(map(show_path, paths))
-    pairs = zip(paths, shown, strict=True)
-    coded = ["" if s.encode() == p else base64.b64encode(p).decode() for p, s in pairs]
+    coded = [
+        "" if s.encode() == p else base64.b64encode(p).decode() for p, s in zip(paths, shown, strict=True)
+    ]
     return {"path": shown, "path_base64": coded}
 
 

@@ -117,7 +117,6 @@ def _file_name(module: str, others: tuple[str, ...]) -> str:
         if spec is None or spec.origin is None:
             raise ImportError(f"there is no module {name}")
         digest.update(Path(spec.origin).read_bytes())
-    settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in _PLACES)
     facts = (
         *(metadata.version(package) for package in ("numba", "llvmlite")),
         *(
@@ -125,7 +124,7 @@ def _file_name(module: str, others: tuple[str, ...]) -> str:
             binding.get_host_cpu_name(),
             binding.get_host_cpu_features().flatten(),
         ),
-        settings,
+        sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in _PLACES),
     )
     digest.update(repr(facts).encode())
     return f"{module}-{digest.hexdigest()[:20]}.o"

@@ -145,8 +145,7 @@ CGROUP_FILE = "/proc/self/cgroup"  # file that lists the groups of this process
 
 def _cgroup_folders(controller: str, root: str | os.PathLike, own: str | os.PathLike) -> Iterator[Path]:
     "Folders of this process's control groups, from the innermost to the root."
-    lines = read_small_file(Path(own)).splitlines()
-    for line in [*(x for x in lines if x.count(":") >= 2), "0::/"]:
+    for line in [*(x for x in read_small_file(Path(own)).splitlines() if x.count(":") >= 2), "0::/"]:
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             top = Path(root, controller) if controllers else Path(root)

@@ -41,7 +41,7 @@ def option(
     # of the field; without one the command demands the option
     default: Any = MISSING,
     *,
-    # of the option, without the dashes; empty: that of the field
+    # of the option, without the dashes, and after a blank an earlier one that still works; empty: that of the field
     name: str = "",
     # the word for its value in the help; empty: by its name and type
     metavar: str = "",
@@ -232,8 +232,7 @@ def make(cls: type, values: Mapping[str, Any]) -> Any:
         shown = cls.__dataclass_fields__[name].metadata  # type: ignore[attr-defined]
         own = {n: v for n, v in _given(kind, values).items() if n not in shown.get("leave_out", ())}
         given[name] = {n: v for n, v in own.items() if v is not None} if shown.get("of") else kind(**own)
-    not_given = {f.name: None for f in fields(cls) if f.default is MISSING}
-    return cls(**not_given | given | _given(cls, values))
+    return cls(**{f.name: None for f in fields(cls) if f.default is MISSING} | given | _given(cls, values))
 
 # %% ../../nbs/core/operation.ipynb #ee5004b6
 def _some_text(text: str) -> str:
@@ -286,7 +285,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
             parser.add_argument(f.name, **({} if is_needed else {"nargs": "?"}) | how)
         else:
             name = shown["name"] or ("no-" if f.default is True else "") + f.name.replace("_", "-")
-            parser.add_argument(f"--{name}", dest=f.name, required=is_needed, **how)
+            parser.add_argument(*(f"--{n}" for n in name.split()), dest=f.name, required=is_needed, **how)
 
 
 def refuse_unused(
@@ -390,10 +389,11 @@ def run_folder(out: str | None, name: str) -> Path:
     return next(path for path in map(first.with_name, names) if not path.exists())
 
 
-def newest_run(file: str) -> tuple[Path, int] | None:
-    "Return the newest file of this name in folders below runs/, and their number; None without one."
-    found = list(runs_folder().glob(f"*/{file}"))
-    return (max(found, key=lambda p: (p.stat().st_mtime_ns, str(p))), len(found)) if found else None
+def newest_files(name: str) -> list[Path]:
+    "Return the files of runs with this name or pattern, the newest first: in the folder that has runs/, in its folders and in those of runs/."
+    here = runs_folder().parent
+    found = [p for below in ("", "[!.]*/", "runs/[!.]*/") for p in here.glob(below + name)]
+    return sorted(found, key=lambda p: (p.stat().st_mtime_ns, str(p)), reverse=True)
 
 
 def write_run_file(path: Path, text: str) -> Path:

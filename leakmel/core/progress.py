@@ -74,9 +74,11 @@ class _Terminal:
         )
 
     def show(self, progress: "Progress") -> None:
-        note = progress.note
-        if progress.state == "stopped":
-            note = f"stopped at {progress.n_done:,} of {progress.total:,} {progress.unit}"
+        note = (
+            f"stopped at {progress.n_done:,} of {progress.total:,} {progress.unit}"
+            if progress.state == "stopped"
+            else progress.note
+        )
         self.bar.last_print_t = self.bar._time()
         self.bar.start_t = self.bar.last_print_t - progress.seconds  # the clock may be stopped
         self.bar.n = progress.n_done

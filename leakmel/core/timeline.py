@@ -447,8 +447,7 @@ def amdahl_bounds(timeline: Timeline, split: str | None = None) -> dict[str, flo
     times, own = busy_lanes(spans)
     union_s = (own > 0) @ np.diff(times)
     times, of_any_split = busy_lanes(_spans_within(timeline.spans, None, first, last), first, last)
-    gains = np.maximum(0, np.minimum(union_s, wall_s - least_s)).tolist()
-    gains_s = dict(zip(STAGES, gains, strict=True))
+    gains_s = dict(zip(STAGES, np.maximum(0, np.minimum(union_s, wall_s - least_s)).tolist(), strict=True))
     gains_s["wait"] = float(np.diff(times)[~of_any_split.any(axis=0)].sum())
     exclusive = attribute(timeline, split)
     found = {"wait"} | {stage for _, _, stage in pieces}
@@ -682,9 +681,11 @@ def analyse_run(timeline: Timeline, summaries: Sequence[Mapping[str, Any]] = ())
     splits = list(dict.fromkeys(s.split for s in timeline.spans if s.split))
     of = {s.get("span_name"): s for s in summaries}
     whole = analyse(timeline, summary=next(iter(summaries), None))
-    if len(splits) == 1:
-        return [replace(whole, title=f"{whole.title}, {splits[0]}")]
-    return [whole, *(analyse(timeline, split, summary=of.get(split)) for split in splits)]
+    return (
+        [replace(whole, title=f"{whole.title}, {splits[0]}")]
+        if len(splits) == 1
+        else [whole, *(analyse(timeline, split, summary=of.get(split)) for split in splits)]
+    )
 
 
 def _without_imports(timeline: Timeline) -> Timeline:

@@ -303,8 +303,7 @@ def with_tuned(
     )
 
 # %% ../../nbs/dataset/config.ipynb #65630005
-# seconds from the start of the process to the first batch, us a recording, us a frame, and whether the times
-# are those of one core, and all cores compute
+# seconds from the start of the process to the first batch, us a recording, us a frame, and whether the times are those of one core, and all cores compute
 _EXPECTED = {
     ("triton", "cuda"): (5.5, 1.0, 0.04, False),
     ("torch", "cuda"): (5.5, 1.0, 0.2, False),
@@ -425,9 +424,11 @@ def choose_engine(
             why, others = text.format(show_path(path)), tuple(x for x in order if x != kept)
             return EngineChoice((kept, *others), f"engine auto keeps {' on '.join(kept)}, {why}.")
     if device not in ("auto", "cpu") or not has_gpu:
-        why = f"device {device} was asked for"
-        if device == "auto":
-            why = "no GPU is visible (no CUDA driver, or CUDA_VISIBLE_DEVICES hides every GPU)"
+        why = (
+            "no GPU is visible (no CUDA driver, or CUDA_VISIBLE_DEVICES hides every GPU)"
+            if device == "auto"
+            else f"device {device} was asked for"
+        )
         return EngineChoice(tuple(order), f"engine auto takes {order[0][0]}, because {why}.")
     rates = (find_tuned(root) or {}).get("rates")
     costs = {(c.engine, c.device): c for c in engine_costs(spec, has_gpu=has_gpu, rates=rates)}

@@ -234,9 +234,11 @@ _LABEL_COLUMNS_BY_PEOPLE = {f"{schema.EXTRA}/{name}" for name in (BY_COLUMN, BEF
 
 def labelled_by_people(file: h5py.File) -> np.ndarray | None:  # [B] bool; None: no row has such a label
     "Return the rows whose labels people gave."
-    if not _LABEL_COLUMNS_BY_PEOPLE.issubset(schema.file_columns(file)):
-        return None
-    return schema.read_column(file[f"files/{schema.EXTRA}/{BY_COLUMN}"]) != b""
+    return (
+        schema.read_column(file[f"files/{schema.EXTRA}/{BY_COLUMN}"]) != b""
+        if _LABEL_COLUMNS_BY_PEOPLE.issubset(schema.file_columns(file))
+        else None
+    )
 
 
 def table_mismatches(
@@ -409,8 +411,9 @@ def pick_numbers(
     if sample is None or sample >= n:
         return np.arange(n)
     chosen = np.array(list(dict.fromkeys(special))[:sample], np.int64)
-    others = np.delete(np.arange(n), chosen)
-    more = np.random.default_rng(n).choice(others, sample - len(chosen), replace=False)
+    more = np.random.default_rng(n).choice(
+        np.delete(np.arange(n), chosen), sample - len(chosen), replace=False
+    )
     return np.sort(np.append(chosen, more))
 
 

@@ -161,9 +161,11 @@ def _similar_length(headers: np.ndarray) -> tuple[int, float, int] | None:
     rates, seconds = headers[:, 0], headers[:, 1] / headers[:, 0]
     common = Counter(rates.tolist()).most_common(1)[0][0]
     near = (rates == common) & (np.abs(seconds - np.median(seconds)) <= _SIMILAR * np.median(seconds))
-    if 2 * near.sum() <= len(seconds):
-        return None
-    return common, math.floor(seconds[near].min() * 100) / 100, int(near.sum())
+    return (
+        None
+        if 2 * near.sum() <= len(seconds)
+        else (common, math.floor(seconds[near].min() * 100) / 100, int(near.sum()))
+    )
 
 
 def _round_down(seconds: float) -> float:

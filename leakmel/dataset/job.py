@@ -485,11 +485,10 @@ _LEFTOVERS = ".{}.partial .{}.partial.gz .{}.journal .{}.timeline.json.new .{}.r
 def _new_job(run: BuildContext, target: Target, start: str) -> Job:
     config = run.request.config
     shape = waveform_shape(run.spec) if run.request.with_waveforms else None
-    file = RowFile(target.path, run.spec.row_shape, len(target.listing), shape, start=start)
     return Job(
         target,
         run.spec,
-        file,
+        RowFile(target.path, run.spec.row_shape, len(target.listing), shape, start=start),
         on_bad_file=config.on_bad_file,
         # rows of parts are read back by the join, compressed rows and waveforms when the file is complete
         read_back=not run.manifest.part_of and config.compression == "none" and shape is None,
@@ -612,8 +611,7 @@ def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises Da
             bar.update(start, f"part {number:,} of {parts.n_parts:,}")
             if path.suffix == ".empty":  # its recordings are read again
                 continue
-            own = job.listing.part(number, parts.n_parts)
-            found = open_existing(path, own, *settings, was_listed=is_new)
+            found = open_existing(path, job.listing.part(number, parts.n_parts), *settings, was_listed=is_new)
             if found is None:
                 raise errors.DataError(
                     "the data set of a part is damaged, or was built with other settings or by another release",

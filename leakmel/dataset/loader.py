@@ -537,9 +537,11 @@ def plan_read_ahead(
         most = max(1, round(PROBES * len(r.listing) / max(1, total)))
         if (share := cold_share(r.listing, r.cache_use, most)) is not None:
             shares += [share] * most
-    if files is not None:
-        return ReadAhead(readers if files else (), files)
-    return ReadAhead(readers if shares and np.mean(shares) >= COLD_SHARE else ())
+    return (
+        ReadAhead(readers if files else (), files)
+        if files is not None
+        else ReadAhead(readers if shares and np.mean(shares) >= COLD_SHARE else ())
+    )
 
 # %% ../../nbs/dataset/loader.ipynb #ob000004
 class ObjectReader:
@@ -557,8 +559,7 @@ class ObjectReader:
         self.on_bad_file = plain.on_bad_file
         self.copies = copies
         names = [b"%d" % k for k in range(len(x))]  # of the copies
-        place = Path(os.fsdecode(copies.place))
-        self._files = BatchReader(replace(x, folder=place, paths=names), plain.spec)
+        self._files = BatchReader(replace(x, folder=Path(os.fsdecode(copies.place)), paths=names), plain.spec)
         self.cache_use = self._files.cache_use
         self.cache_use.counted = False  # what a disk delivers says nothing about a network
         self._wanted = (x.label_ids >= 0) & (x.sizes >= 0) & ~kept

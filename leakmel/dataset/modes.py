@@ -530,8 +530,7 @@ class Preloaded(AbstractContextManager["Preloaded"]):
 
     def to_dict(self) -> dict[str, Any]:
         "Return the facts for the summary of a build."
-        facts = {f"mode_{k}": v for k, v in vars(self.choice).items() if k != "used"}
-        return facts | {
+        return {f"mode_{k}": v for k, v in vars(self.choice).items() if k != "used"} | {
             "mode": self.choice.used,
             "mode_lines": list(self.lines),
             "held_bytes": self.n_bytes,

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -31,7 +31,7 @@ from leakmel.core import errors
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
 from leakmel.core.files import read_own_json, require_space, sealed_json, write_errors
 from leakmel.core.locks import OutputLock
-from leakmel.core.operation import runs_folder, user_path
+from leakmel.core.operation import newest_files, runs_folder, user_path
 from leakmel.core.progress import Progress
 from leakmel.core.store import StorePath, absolute_folder, output_path, store_path, upload_file
 from leakmel.core.timeline import Span, Timeline, merge_lanes
@@ -42,14 +42,13 @@ from leakmel.dataset.job import BuildRequest, Parts, waveform_shape
 from leakmel.dataset.loader import BadFilesError, decoders
 from leakmel.dataset.modes import Preloaded
 from leakmel.dataset.publish import BuildResult, earlier_result
-from leakmel.dataset.reader import requested_spec
 from leakmel.dataset.schema import data_set_name, open_file
 from leakmel.dataset.targets import build_targets, list_for_build
 from leakmel.dataset.writer import allocated_bytes, part_bytes
 from leakmel.mel.engines import Engine, check_recording, open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings.conform import to_rate
-from leakmel.recordings.labels import LabelTable
+from leakmel.recordings.labels import LabelTable, unused_tables
 from leakmel.recordings.listing import Listing, found_below
 from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.naming import split_name
@@ -301,8 +300,9 @@ def run_part(
         path = without_rows
         _write_once(path, Path.touch)
     seconds, worker = timeline.now_s(), f"{os.getpid()}-{threading.get_native_id()}"
-    spans = tuple(merge_lanes(timeline.spans, ""))
-    lane = PartLane(os.uname().nodename, worker, time.time() - seconds, spans)
+    lane = PartLane(
+        os.uname().nodename, worker, time.time() - seconds, tuple(merge_lanes(timeline.spans, ""))
+    )
     return PartResult(path, number, n_parts, len(mine), seconds, lane=lane)
 
 
@@ -738,18 +738,56 @@ def build_all(
     )
     return _run(request, None, out_dir, manifest, labels, cluster, upload, all_splits=True)
 
-# %% ../../nbs/dataset/pipeline.ipynb #229c48d3
-def spec_changes(
-    parameters: dict[str, Any],  # of a run notebook
-) -> tuple[dict[str, Any], str]:  # for `build`, and a line on the spec file; "" without one
-    "Combine the given preset and spec fields with a spec file; the default preset `disjoint` does not override the file."
-    given = {f.name: parameters[f.name] for f in fields(MelSpec) if parameters.get(f.name) is not None}
-    given = {name: None if value == "none" else value for name, value in given.items()}
-    file, preset = parameters.get("spec_file"), parameters["preset"]
-    return requested_spec(file, None if file and preset == "disjoint" else preset, given)
-
 # %% ../../nbs/dataset/pipeline.ipynb #eb648268
 DEMO_FILES = 1200
+
+
+def builds(reports: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    "Yield recordings and facts of builds from their reports, FILE.report.json; those that cannot be read are passed over."
+    for report in reports:
+        with suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
+            facts = read_own_json(report)
+            yield Path(facts["root"]), facts
+
+
+def is_demo(data_set: Path) -> bool:
+    "Whether a data set was built from the demo data set of the run notebooks."
+    built = builds([data_set.with_name(f"{data_set.name}.report.json")])
+    return any(root == runs_folder() / "demo" for root, _ in built)
+
+
+def newest_recordings() -> tuple[Path, dict[str, Any]] | None:
+    "Return the recordings of the newest build in this working folder and the facts of its report; None: only the demo was built."
+    return next(
+        (
+            x
+            for x in builds(newest_files("*.report.json"))
+            if x[0] != runs_folder() / "demo" and os.path.isdir(x[0])
+        ),
+        None,
+    )
+
+
+def names_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    "Return what names the recordings, as arguments of `scan`: as given, or as in the newest build if its recordings are used."
+    named = {name: given.get(name) or None for name in ("table", "columns", "pattern")}
+    if given["data_root"] is None and not os.environ.get("LEAKMEL_DATA") and not any(named.values()):
+        named |= (newest_recordings() or (None, {}))[1].get("named_by", {})
+    return named
+
+
+def table_hints(given: Mapping[str, Any], how: str) -> list[str]:
+    "Name the tables by people that an operation with some parameters does not use, as `unused_tables`."
+    folder = next((given[name] for name in ("data_root", "root", "folder") if given.get(name)), None)
+    if folder is None and given.get("data"):
+        data = user_path(given["data"] if isinstance(given["data"], str) else given["data"][0])
+        reports = (
+            data.parent.glob(f"{data.name}*.report.json") if data.is_file() else data.glob("*.report.json")
+        )
+        folder, facts = next(builds(reports), ("", {}))
+        people = {"labels": folder} if facts.get("labels_by_people") else {}  # the build used a table
+        given = {**given, **facts.get("named_by", {}), **people}
+    return [] if not folder or given.get("listing") else list(unused_tables(user_path(folder), given, how))
 
 
 def find_data(
@@ -757,7 +795,7 @@ def find_data(
     *,
     progress: str = "auto",  # progress display of writing a demo set
 ) -> tuple[Path, str]:  # folder, and a text on its origin
-    "Return the data folder: data_root, LEAKMEL_DATA, or the demo data set, which is written if it does not exist."
+    "Return the data folder: data_root, LEAKMEL_DATA, that of the newest build, or the demo data set, which is written if it does not exist."
     from leakmel.recordings.demo import write_demo
 
     if data_root is not None:
@@ -772,7 +810,10 @@ def find_data(
                 remedy="correct or unset the environment variable LEAKMEL_DATA",
             )
         return folder, "from the environment variable LEAKMEL_DATA"
-    demo, hint = runs_folder() / "demo", "for your own recordings, set data_root or LEAKMEL_DATA"
+    demo, hint = runs_folder() / "demo", "for other recordings, set data_root or LEAKMEL_DATA"
+    if newest := newest_recordings():
+        named = "".join(f", {name} {text}" for name, text in newest[1].get("named_by", {}).items())
+        return newest[0], f"recordings of the newest build ({newest[1].get('path', '')}{named}); {hint}"
     if demo.is_dir():
         return demo, f"the existing demo data set; {hint}"
     demo.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ from leakmel.dataset import existing, loader, schema
 from leakmel.dataset.job import BuildContext, Job, job_metadata, note_columns, report_paths
 from leakmel.dataset.verify import VerifyReport, check_data_set, pick_rows
 from leakmel.recordings import listing, problems, tables
-from leakmel.recordings.manifest import Manifest, unlabelled_hint
+from leakmel.recordings.manifest import Manifest, named_by, unlabelled_hint
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -335,6 +335,7 @@ def _split_summary(
         "span_name": job.split,
         "path": show_path(job.file.target),
         "root": show_path(run.manifest.root),
+        "named_by": named_by(run.manifest),
         "unlabelled": unlabelled_hint(run.manifest),
         "found": n,
         "rows": int(job.good.sum()),

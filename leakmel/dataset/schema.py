@@ -238,12 +238,11 @@ def create_compressed(
     chunk_bytes: int = 1 << 18,
 ) -> h5py.Dataset:
     "Create an empty data set of gzip chunks of whole rows."
-    row_bytes = dtype.itemsize * int(np.prod(shape[1:]))
     return file.create_dataset(
         name,
         shape,
         dtype,
-        chunks=(max(1, min(shape[0], chunk_bytes // row_bytes)), *shape[1:]),
+        chunks=(max(1, min(shape[0], chunk_bytes // (dtype.itemsize * int(np.prod(shape[1:]))))), *shape[1:]),
         compression="gzip",
         compression_opts=level,
         shuffle=True,
@@ -281,9 +280,11 @@ def create_parts(
     "Create a file with the HDF5 data sets of rows and waveforms: allocated, not written."
     with new_file(path, alignment_threshold=1, alignment_interval=ALIGNMENT) as file:
         offset = create_rows(file, (n_rows, *row_shape))
-        if waveform_shape is None:
-            return offset, offset + 2 * n_rows * int(np.prod(row_shape))
-        return offset, create_rows(file, (n_rows, *waveform_shape), "<f4", WAVEFORMS)
+        return (
+            (offset, offset + 2 * n_rows * int(np.prod(row_shape)))
+            if waveform_shape is None
+            else (offset, create_rows(file, (n_rows, *waveform_shape), "<f4", WAVEFORMS))
+        )
 
 
 def _open(path: str | os.PathLike, mode: str, **options: Any) -> h5py.File:
@@ -643,9 +644,11 @@ def _examine_and_end(path: str, pipe: int, seconds: float) -> NoReturn:
     except UnsafeFile as e:
         said = (0, "unsafe-file", str(e))
     except BaseException as e:
-        said = (0, "damaged-data-set", f"{type(e).__name__}: {e}")
-        if _is_memory(e):
-            said = (0, "unsafe-file", f"its structure takes more than {_MOST_MEMORY >> 20} MB of memory")
+        said = (
+            ((0, "unsafe-file", f"its structure takes more than {_MOST_MEMORY >> 20} MB of memory"))
+            if _is_memory(e)
+            else ((0, "damaged-data-set", f"{type(e).__name__}: {e}"))
+        )
     finally:
         try:
             os.write(pipe, json.dumps((*said[:2], said[2][:300])).encode())  # less than select.PIPE_BUF

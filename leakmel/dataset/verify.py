@@ -293,9 +293,11 @@ def _compare_rows(
     spec = sources.spec
     columns = {name: schema.read_column(every[f"files/{name}"])[picked] for name in schema.FILE_COLUMNS}
     paths = columns["path"].tolist()
-    names = {}
-    if naming.source != "table":
-        names = schema.name_columns(paths, [naming.read(path).parts for path in paths])
+    names = (
+        schema.name_columns(paths, [naming.read(path).parts for path in paths])
+        if naming.source != "table"
+        else {}
+    )
     step = int(np.clip(_SAMPLE_BYTES // (8 * spec.n_samples), usable_cores(), 64))
     with ThreadPoolExecutor(usable_cores()) as pool:
         for start in range(0, len(picked), step):

@@ -765,8 +765,7 @@ def card(
     *,
     # folder of card and metadata, which replace earlier ones; None: nothing is written
     out: str | os.PathLike | None = None,
-    # licence of the recordings or of the detector, in words or as an SPDX identifier; None: as in the card
-    # that is replaced, else not given
+    # licence of the recordings or of the detector, in words or as an SPDX identifier; None: as in the card that is replaced, else not given
     license: str | None = None,
     progress: str = "auto",  # as for `core.progress.Progress`
 ) -> export.Card:  # raises DataError, VerifyError, OutputError

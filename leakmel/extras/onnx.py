@@ -131,8 +131,7 @@ class SamplesToProbability(nn.Module):
             return platt(score, self.x[0], self.x[1])
         if len(self.x) == 1:
             return self.y.expand(score.shape[0])
-        n_below = (score[:, None] >= self.x).sum(1)
-        left = (n_below - 1).clamp(0, len(self.x) - 2)
+        left = ((score[:, None] >= self.x).sum(1) - 1).clamp(0, len(self.x) - 2)
         x0, x1, y0, y1 = self.x[left], self.x[left + 1], self.y[left], self.y[left + 1]
         return y0 + (y1 - y0) * ((score - x0) / (x1 - x0).clamp_min(1e-300)).clamp(0, 1)
 
@@ -144,8 +143,7 @@ class SamplesToProbability(nn.Module):
         segments = self.classifier.class_probabilities(self.features(samples))[..., self.leak]
         wide = segments.double()
         score = wide.mean(1) if self.vote == "mean" else wide.topk(self.n_needed, 1).values[:, -1]
-        probability = (self.calibrated(score).float(),) if self.method else ()
-        return *probability, score.float(), segments
+        return *((self.calibrated(score).float(),) if self.method else ()), score.float(), segments
 
 # %% ../../nbs/extras/onnx.ipynb #0c000007
 _PLACEHOLDER = "leakmel"  # domain of the operator that stands for a forest

@@ -233,8 +233,7 @@ _write_halves, _write_floats = (emitted(partial(_write_bands, is_half)) for is_h
 @njit(inline="always")
 def _take(frames, n_bytes, n_points, inputs, work):
     "Load the samples of all lanes into the places of their points."
-    step = LANES if n_bytes == 2 else LANES // 2
-    for k in range(0, n_points, step):
+    for k in range(0, n_points, LANES if n_bytes == 2 else LANES // 2):
         if n_bytes == 2:
             _take_words((address(frames), 2 * n_bytes * k, address(inputs) + 8 * k, work))
         else:

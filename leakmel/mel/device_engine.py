@@ -189,8 +189,7 @@ class DeviceRunner:
         self.copy_out.wait(events.computed)
         self.copy_out.record(events.stages[2][0])
         for p in pieces:
-            target = torch.from_numpy(p.ticket.out[p.start : p.stop])
-            self.copy_out.copy(target, buffers.mels[p.in_block])
+            self.copy_out.copy(torch.from_numpy(p.ticket.out[p.start : p.stop]), buffers.mels[p.in_block])
         self.copy_out.copy(events.figures[: 6 * n], buffers.figures[: 6 * n])
         self.copy_out.record(events.copied_out)
         self._n_sent += 1
@@ -370,9 +369,11 @@ class DeviceEngine(Engine):
 
     def open_lane(self, k: int = 0, timeline: Timeline | None = None) -> EngineLane:
         "Open a lane to device `k`, modulo the number of devices."
-        if not self.runners:
-            return super().open_lane(k, timeline)
-        return DeviceLane(self, self.runners[k % len(self.runners)], timeline)
+        return (
+            DeviceLane(self, self.runners[k % len(self.runners)], timeline)
+            if self.runners
+            else super().open_lane(k, timeline)
+        )
 
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Compute a batch and wait for it; thread-safe, devices alternate."

@@ -173,8 +173,7 @@ def check_recording(spec: MelSpec) -> np.ndarray:
     "Synthetic recording for the self-check, [1, N] int16: noise, a loud tone, silence, clipping."
     n = spec.n_samples
     t = np.arange(n) / spec.sample_rate
-    rng = np.random.default_rng(20_250)
-    x = rng.normal(0, 200, n)
+    x = np.random.default_rng(20_250).normal(0, 200, n)
     x[n // 4 : n // 2] += 20_000 * np.sin(2 * np.pi * 0.11 * spec.sample_rate * t[n // 4 : n // 2])
     x[n // 2 : 5 * n // 8] = 0
     x[7 * n // 8 :] *= 400
@@ -315,9 +314,11 @@ def open_engine(
         why = EngineError("no engine can be used on this machine", code="engine-missing")
         for each, where in order or engine_candidates(device):
             try:
-                if device == "auto" and where == "cuda":
-                    return _open_on_devices(each, spec, options)
-                return open_engine(each, spec, device=where, options=options)
+                return (
+                    _open_on_devices(each, spec, options)
+                    if device == "auto" and where == "cuda"
+                    else open_engine(each, spec, device=where, options=options)
+                )
             except EngineError as e:
                 log_skipped_engine(each, e)
                 why = e

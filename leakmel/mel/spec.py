@@ -318,8 +318,7 @@ def preset_values(
 # %% ../../nbs/mel/spec.ipynb #745c57aa
 def spec_from_dict(values: dict[str, Any]) -> MelSpec:
     "Restore a stored spec, the result of `MelSpec.to_dict`, possibly read from JSON."
-    known = {f.name for f in fields(MelSpec)}
-    if wrong := sorted(set(values) - known):
+    if wrong := sorted(set(values) - {f.name for f in fields(MelSpec)}):
         raise SpecError(
             f"this version of leakmel does not know the settings {', '.join(wrong)}",
             code="unknown-spec-setting",
@@ -402,8 +401,7 @@ def half_step(values: np.ndarray) -> np.ndarray:
     return _HALF_STEPS[np.abs(values).astype(np.float16).view(np.uint16) >> 10]
 
 
-# reference features, [..., M, T] float64, lowest and highest correct values around them, dB, and whether a value
-# lies in the upper 90 dB of its frame
+# reference features, [..., M, T] float64, lowest and highest correct values around them, dB, and whether a value lies in the upper 90 dB of its frame
 Bounds = namedtuple("Bounds", "db low high upper")
 
 

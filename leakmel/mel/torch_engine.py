@@ -70,9 +70,11 @@ class _Frames:
 
     def distinct(self, x: torch.Tensor) -> torch.Tensor:
         "Distinct frames of recordings [n, N] -> [n, D, n_fft], as a view if possible."
-        if self.step is None:
-            return x.unfold(1, self.n_fft, 1)[:, self.starts]
-        return x.as_strided((len(x), self.n_distinct, self.n_fft), (x.stride(0), self.step, 1))
+        return (
+            x.unfold(1, self.n_fft, 1)[:, self.starts]
+            if self.step is None
+            else x.as_strided((len(x), self.n_distinct, self.n_fft), (x.stride(0), self.step, 1))
+        )
 
 
 class _HostChain:
@@ -168,9 +170,11 @@ class TorchChain:
             torch.bmm(self.magnitude, self.bank, out=self.products)
             self.mels.copy_(self.products)
             self.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
-            rows = self.mels[:n, : self.frames.n_distinct]
-            if self.frames.index is not None:
-                rows = torch.index_select(self.mels[:n], 1, self.frames.index, out=self.rows[:n])
+            rows = (
+                torch.index_select(self.mels[:n], 1, self.frames.index, out=self.rows[:n])
+                if self.frames.index is not None
+                else self.mels[:n, : self.frames.n_distinct]
+            )
             mels[part].copy_(rows.view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
             if moments is not None:
                 self.moments.launch(some, moments[part])

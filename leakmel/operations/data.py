@@ -29,7 +29,7 @@ from leakmel.core.operation import (
     run_folder,
     write_summary,
 )
-from leakmel.core.progress import Progress
+from leakmel.core.progress import Progress, print_error
 
 if TYPE_CHECKING:
     from leakmel.dataset.config import Workers
@@ -46,8 +46,7 @@ class NamedRecordings(Operation):
     table: str | None = option(None, metavar="FILE")
     # columns of the table that have other names, for example sensor=pipe,recording=file
     columns: str = option("", metavar="NAME=COLUMN,...")
-    # pattern of the paths without extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': fields as in --table, {*} any text, {**} any
-    # folders
+    # pattern of the paths without extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': fields as in --table, {*} any text, {**} any folders
     pattern: str | None = option(None, metavar="TEXT")
 
     @property
@@ -60,6 +59,16 @@ class NamedRecordings(Operation):
     def words(self) -> list[str]:
         "The words of a command that name the recordings."
         return [word for name, value in self.named_by.items() for word in (f"--{name}", os.fspath(value))]
+
+
+def with_hints(asked: Operation) -> Operation:
+    "Return a command; name the tables by people that it could use and does not."
+    if asked.command.name in ("scan", "build", "train", "evaluate", "predict", "review", "nightly"):
+        from leakmel.dataset.pipeline import table_hints
+
+        for hint in table_hints(vars(asked), "add --{} {}"):
+            print_error(hint)
+    return asked
 
 # %% ../../nbs/operations/data.ipynb #1d2d6041
 @operation("demo", words="init --demo", example="leakmel init --demo recordings --files 1200")
@@ -310,8 +319,7 @@ class Build(WithFeatures):
     out: str | None = option(metavar="PATH")
     # training, validation, testing or all (default: the root is one folder of label folders)
     split: str | None = None
-    # labels by people: labels.csv, or a CSV file with path and label; they replace the labels of folders, and recordings on which people disagree
-    # keep theirs
+    # labels by people: labels.csv, or a CSV file with path and label; they replace the labels of folders, and recordings on which people disagree keep theirs
     labels: str | None = option(None, metavar="FILE")
     # how recordings are read: auto, stream, preload, memmap. stream reads each once, preload loads them into memory first, memmap copies them into a
     # cache file first
@@ -363,7 +371,7 @@ class Build(WithFeatures):
         from leakmel.dataset.config import open_chosen, plan_workers
         from leakmel.dataset.inputs import check_listing, decide_spec
         from leakmel.dataset.modes import pick_mode
-        from leakmel.dataset.pipeline import find_data
+        from leakmel.dataset.pipeline import find_data, names_of, table_hints
         from leakmel.recordings.labels import read_labels
 
         check_analysis(self.analysis)
@@ -371,8 +379,12 @@ class Build(WithFeatures):
         if self.labels is not None:
             read_labels(self.labels)  # a wrong table is an error now
             note += f"; labels by people in {show_path(self.labels)}"
-        note += "".join(f"; names by {what} {show_path(v)}" for what, v in self.named_by.items())
-        manifest = lm.scan(root, **self.named_by)
+        named = {name: text for name, text in names_of(vars(self)).items() if text}
+        note += "".join(f"; names by {what} {show_path(v)}" for what, v in named.items())
+        note = "; ".join(
+            [note, *table_hints({**vars(self), **named, "data_root": str(root)}, "set {} = {!r}")]
+        )
+        manifest = lm.scan(root, **named)
         split = self.split or "all"
         if not manifest.listings[0].split:
             if split != "all":
@@ -385,7 +397,7 @@ class Build(WithFeatures):
                 )
             split = ""
         elif split != "all":
-            manifest = lm.scan(root, split=split, **self.named_by)
+            manifest = lm.scan(root, split=split, **named)
         given, spec_note, tuned_note = self._given(root, run)
         config = given["pipeline"]
         listings = [x.without_dry() if config.on_dry_file == "reject" else x for x in manifest.listings]
@@ -625,7 +637,7 @@ class Verify(Operation):
     # data set
     file: str = option(positional=True)
     # folder of the recordings it was built from; without it the verdict is 'integrity only'
-    root: str | None = option(None, metavar="DIR")
+    root: str | None = option(None, name="root recordings", metavar="DIR")
     # rows to recompute, or all
     sample: int | None = option(64, none="all")
     # CSV file that the labels were read from; without it labels from a table are not compared

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/operations/detector.ipynb #10b95818
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from shlex import quote
@@ -15,13 +16,14 @@ from typing import Any, Literal, cast
 
 import leakmel as lm
 from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
+from leakmel.core.files import read_own_json
 from leakmel.core.operation import (
     Operation,
     Outcome,
     RowTable,
     Run,
     Texts,
-    newest_run,
+    newest_files,
     operation,
     option,
     refuse_unused,
@@ -59,7 +61,7 @@ def values_of(operation: Operation, names: str) -> dict[str, Any]:
 
 def plan_scoring(operation: "Predict | Any", run: Run) -> tuple[Path, Any, DetectorPlan]:
     "Find detector and recordings; return the file of the model, the detector, and rows and arguments for a plan."
-    from leakmel.dataset.pipeline import find_data
+    from leakmel.dataset.pipeline import find_data, table_hints
     from leakmel.detector.model.detector import load_detector
 
     model, model_note = find_model(operation.model)
@@ -76,6 +78,8 @@ def plan_scoring(operation: "Predict | Any", run: Run) -> tuple[Path, Any, Detec
     if any(value is not None for value in named.values()):
         manifest = lm.scan(folder, **named, with_labels=False, progress=run.progress)
         note += f"; only the recordings listed in {show_path(operation.table)}" if operation.table else ""
+    if run.keeps:  # a command has said so
+        note = "; ".join([note, *table_hints({**vars(operation), "data_root": str(folder)}, "set {} = {!r}")])
     inputs = {"data": f"{show_path(folder)}: {note}", "model": f"{show_path(model)}: {model_note}"}
     inputs |= {"task": repr(detector.task)} if detector else {}
     return model, detector, DetectorPlan(inputs, folder, {"folder": folder, "manifest": manifest})
@@ -85,22 +89,24 @@ PARTS = ("training", "validation", "testing")
 
 
 def find_data_sets(
-    # folder, or file of the training recordings; None: the newest below runs/, else the demo set
+    # folder, or file of the training recordings; None: the newest in this working folder, else the demo set
     data: str | os.PathLike | None,
     validation: str | os.PathLike | None = None,
     testing: str | os.PathLike | None = None,
     *,
     progress: str = "auto",  # as for `core.progress.Progress`, for building a demo set
 ) -> tuple[dict[str, Path], str]:  # those that exist, by part, and their origin; raises DataError
-    "Find the data sets: as given, the newest below runs/, or those of the demo set."
-    from leakmel.dataset.pipeline import find_data
+    "Find the data sets: as given, the newest in this working folder, or those of the demo set."
+    from leakmel.dataset.pipeline import find_data, is_demo
     from leakmel.dataset.schema import data_set_name
 
+    names = (data_set_name("TRAINING"), data_set_name(""))
+    newest = [path for path in newest_files("*_DATASET.H5") if path.name in names]
     if data is not None:
         folder, note = user_path(data), "given as data"
-    elif newest := newest_run(data_set_name("TRAINING")):
-        folder = newest[0].parent
-        note = f"the newest of {newest[1]:,} below {show_path(runs_folder())}; set data to use others"
+    elif newest:
+        folder = next((path for path in newest if not is_demo(path)), newest[0]).parent
+        note = f"the newest of {len(newest):,} here ({show_path(folder)}); set data to use others"
     else:
         root, origin = find_data(None, progress=progress)
         folder = runs_folder() / f"{root.name}-sets"
@@ -157,24 +163,62 @@ def find_test_sets(
     return {part: files for part, files in found.items() if files}
 
 # %% ../../nbs/operations/detector.ipynb #80f9e743
+def _is_of_demo(model: Path) -> bool:
+    "Whether the summary of a training names the demo data set."
+    from leakmel.dataset.pipeline import is_demo
+
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return any(is_demo(Path(path)) for path in read_own_json(model.with_name("summary.json"))["data"])
+    return False
+
+
+def newest_model() -> Path | None:
+    "Return the file of the newest detector in this working folder; one of the demo only where no other recordings were built."
+    from leakmel.dataset.pipeline import newest_recordings
+
+    found = newest_files("model.pt")
+    own = (path for path in found if not _is_of_demo(path))
+    return next(own, found[0] if found and newest_recordings() is None else None)
+
+
+def ways_to_a_model() -> str:
+    "Say how a user gets a detector."
+    newest = newest_model()
+    here = f"name the newest here (--model {quote(show_path(newest.parent))}), or " if newest else ""
+    return (
+        f"{here}train one on recordings with labels (leakmel build RECORDINGS --out mels/ALL_DATASET.H5, then leakmel train mels --out "
+        "detector): label your own with leakmel review RECORDINGS, or download a public set with leakmel fetch"
+    )
+
+
 def find_model(model: str | None) -> tuple[Path, str]:  # file, and its origin as text; raises DataError
-    "Find the model's file: as given, by LEAKMEL_MODEL, or the newest below runs/."
+    "Find the model's file: as given, by LEAKMEL_MODEL, or the newest in this working folder."
     from leakmel.detector.model.files import model_file
 
     if model:
         return model_file(user_path(model)), "given as model"
     if named := os.environ.get("LEAKMEL_MODEL"):
         return model_file(user_path(named)), "from the environment variable LEAKMEL_MODEL"
-    newest = newest_run("model.pt")
-    if newest is None:
-        raise DataError(
-            "no model was given, and the folder of runs contains none",
-            code="no-model",
-            path=runs_folder(),
-            remedy="train one first (train.ipynb, leakmel train), or set model",
-        )
-    where = show_path(runs_folder())
-    return newest[0], f"the newest of {newest[1]:,} below {where}; set LEAKMEL_MODEL or model for another one"
+    if newest := newest_model():
+        return newest, "the newest detector here; set model or LEAKMEL_MODEL for another one"
+    raise DataError(
+        "no model was given, and this folder has none",
+        code="no-model",
+        path=runs_folder().parent,
+        remedy=f"run train.ipynb, or {ways_to_a_model()}",
+    )
+
+
+def with_newest(given: Mapping[str, Any], *, progress: str = "auto") -> tuple[dict[str, Any], str]:
+    "Return parameters of a review with the newest recordings and detector where no folder is named, and a text on both; raises DataError."
+    from leakmel.dataset.pipeline import find_data, table_hints
+
+    root, origin = find_data(given["data_root"], progress=progress)
+    newest = os.environ.get("LEAKMEL_MODEL") or newest_model() if given["data_root"] is None else None
+    model = given["model"] or newest
+    whole = {**given, "data_root": str(root), "model": model and str(model)}
+    lines = [f"{show_path(root)}: {origin}", f"detector: {model or 'none'}; set model for another one"]
+    return whole, "\n".join([*lines, *table_hints(whole, "set {} = {!r}")])
 
 # %% ../../nbs/operations/detector.ipynb #2b7985ae
 def run_summary(result: "lm.TrainResult", evaluation: "lm.Evaluation | None") -> dict[str, Any]:
@@ -304,8 +348,7 @@ class Train(WithTraining):
     validation: str | None = option(None, metavar="FILE")
     # test set, on which the detector is evaluated at the end (default: the one in the folder)
     testing: str | None = option(None, metavar="FILE")
-    # labels by people: labels.csv, or a CSV file with path and label; they replace the labels of folders, and recordings on which people
-    # disagree keep theirs
+    # labels by people: labels.csv, or a CSV file with path and label; they replace the labels of folders, and recordings on which people disagree keep theirs
     labels: str | None = option(None, metavar="FILE")
     # evaluate by cross-validation over all recordings, by group (default sensor): a command then trains no detector; several groups separated
     # by commas (recording,session,sensor,site) show what happens on a new pipe
@@ -476,8 +519,7 @@ class Train(WithTraining):
 class Evaluate(Operation):
     "Evaluate a detector on data sets and compare it with three baselines."
 
-    # test sets, or a folder with TESTING_DATASET.H5; the training and validation sets in the same folder are taken as those of the
-    # detector
+    # test sets, or a folder with TESTING_DATASET.H5; the training and validation sets in the same folder are taken as those of the detector
     data: Texts = option(positional=True, several=True)
     # detector: model.pt from leakmel train, the folder of a training, or the folder of retraining rounds (its champion)
     model: str | None = option(metavar="FILE")
@@ -490,21 +532,19 @@ class Evaluate(Operation):
     out: str | None = option(None, metavar="DIR")
     # also save all figures as one page (evaluation.html); requires --out
     figures: bool = option(False, command_only=True)
-    # voting rules from segments to a recording, separated by commas, in addition to the rule of the model: mean, long_vote, any_long,
-    # frac_vote
+    # voting rules from segments to a recording, separated by commas, in addition to the rule of the model: mean, long_vote, any_long, frac_vote
     votes: Texts = ("mean", "long_vote")
     # column whose groups are resampled as a whole for bootstrap confidence intervals
     group: str = "sensor"
     # metric by which the detector is compared with the baselines: accuracy, balanced_accuracy, precision, sensitivity, specificity, f1, auc
     metric: Metric = option("auc", metavar="NAME")
     # bootstrap draws of groups for confidence intervals
-    n_draws: int = option(2000, name="draws")
+    n_draws: int = option(2000, name="draws n-draws")
     # seed of the bootstrap draws
     seed: int = 0
     # recordings in a batch
     files_per_batch: int = 64
-    # labels by people: labels.csv, or a CSV file with path and label; they replace the labels of folders, and recordings on which people
-    # disagree keep theirs
+    # labels by people: labels.csv, or a CSV file with path and label; they replace the labels of folders, and recordings on which people disagree keep theirs
     labels: str | None = option(None, metavar="FILE")
     # the data sets were written by the earlier system; their rows are not verified
     legacy: bool = False
@@ -576,8 +616,7 @@ class Predict(Operation):
     data_root: str | None = option(metavar="folder", positional=True)
     # detector: model.pt from leakmel train, the folder of a training, or the folder of retraining rounds (its champion)
     model: str | None = option(metavar="FILE")
-    # CSV file of the scores, or Parquet where the name ends in .parquet; rejected recordings are listed in a second file (scores.rejected.csv
-    # for scores.csv)
+    # CSV file of the scores, or Parquet where the name ends in .parquet; rejected recordings are listed in a second file (scores.rejected.csv for scores.csv)
     out: str | None = option(None, metavar="FILE")
     # also write results and figures as one HTML file (scores.report.html for scores.csv); requires --out
     report: bool = option(False, command_only=True)

@@ -44,6 +44,7 @@ from leakmel.operations.detector import (
     find_model,
     plan_scoring,
     values_of,
+    with_newest,
 )
 
 
@@ -213,7 +214,7 @@ class Labels(Operation):
     # import: table that the decisions are appended to (labels.csv)
     into: str | None = option(None, metavar="FILE")
     # export: folder of the tracks; existing files are not replaced
-    to: str | None = option(None, metavar="DIR")
+    to: str | None = option(None, name="out to", metavar="DIR")
     # export: audacity or raven (default audacity)
     format: Literal["audacity", "raven"] | None = option(None, metavar="NAME")
     # folder of the recordings (default: import: the folder of the tracks; export: the folder of the table)
@@ -241,7 +242,7 @@ class Labels(Operation):
         if not is_import and (self.to is None or len(self.files) > 1):
             raise wrong_arguments(
                 "labels export needs one table and a folder",
-                expected="leakmel export --labels export labels.csv --to DIR",
+                expected="leakmel export --labels export labels.csv --out DIR",
             )
         made: Any
         if is_import:
@@ -323,8 +324,8 @@ _QUEUES = Literal[
 class Review(Operation):
     "Listen to recordings and label them, in JupyterLab on this machine."
 
-    # folder of recordings in any subfolders
-    folder: str = option(positional=True)
+    # folder of recordings in any subfolders (default: that of the newest build here, with the newest detector)
+    folder: str | None = option(None, positional=True)
     # detector: model.pt from leakmel train, the folder of a training, or the folder of retraining rounds (its champion) (default: no scores)
     model: str | None = option(None, metavar="FILE")
     # table of leakmel predict or leakmel review --suggest, or cross_validation.csv (repeat for several)
@@ -351,7 +352,7 @@ class Review(Operation):
         from leakmel.detector.model.files import model_file
         from leakmel.extras.review.review import read_score_table
 
-        folder = user_path(self.folder)
+        folder = user_path(self.folder or "")
         if not folder.is_dir():
             raise DataError(
                 "the folder does not exist",
@@ -375,9 +376,15 @@ class Review(Operation):
     def __call__(self, run: Run) -> Outcome:
         from leakmel.extras.review.review import lab_command, review_parameters, write_review
 
-        self._check()
+        asked, _ = with_newest({**vars(self), "data_root": self.folder}, progress=run.progress)
+        folder, model = asked["data_root"], asked["model"]
+        if self.folder is None:
+            print_error(
+                f"newest here: recordings {folder}, model {model}. For others: leakmel review FOLDER --model FILE"
+            )
+        replace(self, folder=folder, model=model)._check()
         given = review_parameters(
-            self.folder, self.model, list(self.scores), self.queue or "", self.labels, self.by, self.n
+            folder, model, list(self.scores), self.queue or "", self.labels, self.by, self.n
         )
         lab_command(Path(), self.browser)  # a missing package is an error now
         path = write_review(given, self.out)
@@ -593,10 +600,6 @@ class Search(WithTraining):
     data: str | None = option(positional=True)
     # folder of the search: trials.csv, the best model (model.pt), summary.json, figures; an interrupted search in this folder is resumed
     out: str | None = option(metavar="DIR")
-    # validation set, on which trials are compared (default: the one in the folder)
-    validation: str | None = option(None, metavar="FILE")
-    # as for leakmel train: split all recordings again by this column; the test split is not read
-    group: str | None = None
     # settings to vary, as JSON or a JSON file: '{"learning_rate": [0.001, 0.01], "batch_size": {"choices": [128, 256]}}' (default: ten settings
     # in their usual ranges)
     space: str | None = option(None, metavar="JSON")
@@ -638,7 +641,7 @@ class Search(WithTraining):
 @operation(
     "retrain",
     example="leakmel retrain new/TRAINING_DATASET.H5 --out rounds --champion model --replay mels --testing mels",
-    short="out,champion,replay,testing,validation,human-labels,metric,replay-share,epochs,learning-rate,resume,device",
+    short="out,champion,replay,testing,validation,labels,metric,replay-share,epochs,learning-rate,resume,device",
     status="exit status: 0 the round is complete (--json reports whether the champion was replaced); 1 failed; 2 usage; 3 no space; 128+n on "
     "signal n, after a checkpoint from which the same command resumes",
 )
@@ -660,8 +663,8 @@ class Retrain(Operation):
     # validation set, which selects the best epoch and the decision threshold (default: the last epoch, 0.5) (repeat for several; of a folder of
     # data sets the matching one is used)
     validation: Texts = option((), metavar="FILE", several=True)
-    # CSV file with path and label of new recordings; these labels override the predicted ones
-    human_labels: str | None = option(None, metavar="FILE")
+    # labels by people of new recordings: labels.csv, or a CSV file with path and label; they override the predicted ones
+    human_labels: str | None = option(None, name="labels human-labels", metavar="FILE")
     # column of the test set whose groups are resampled as a whole for confidence intervals
     group: str = "sensor"
     # do not warn of test recordings that are also trained on; the record is still marked as leaky
@@ -755,8 +758,7 @@ class Nightly(Operation):
     budget: float = option(0.2, metavar="N")
     # random visits per night
     audits: int = 2
-    # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit): the evidence of these sensors
-    # starts again
+    # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit): the evidence of these sensors starts again
     visited: str | None = option(None, metavar="FILE")
     # data set that drift is measured against, for example the training set; it is stored in the state folder (default: the first 28 nights)
     reference: str | None = option(None, metavar="FILE")
@@ -793,11 +795,11 @@ class Nightly(Operation):
 class Export(Operation):
     "Export a data set or the history of nightly runs in an open format, or a detector as ONNX; the result is compared."
 
-    # data set, folder of data sets (output of leakmel build --split all), state folder of leakmel nightly, or with --onnx a detector
+    # data set, folder of data sets (output of leakmel build --split all), state folder of leakmel nightly, or with --to onnx a detector
     file: str = option(positional=True)
-    # folder to create; with --onnx the ONNX file (default: next to the model file)
+    # folder to create; with --to onnx the ONNX file (default: next to the model file)
     out: str | None = option(None, metavar="PATH")
-    # write an ONNX file: samples in, calibrated probability out; it needs ONNX Runtime, and no leakmel
+    # --to onnx: write an ONNX file: samples in, calibrated probability out; it needs ONNX Runtime, and no leakmel
     onnx: bool = False
     # folder of recordings on which the file is compared with leakmel predict before it is written (default: synthetic signals); label folders add AUC and
     # balanced accuracy
@@ -809,18 +811,19 @@ class Export(Operation):
     int8: bool = False
     # folder of recordings on which the loss of --int8 is measured (default: some of --recordings)
     check: str | None = option(None, metavar="DIR")
-    # format: parquet (tables of recordings and rejected files), or with mels huggingface, webdataset (tar files) or zarr (default parquet)
-    to: Literal["parquet", "huggingface", "webdataset", "zarr"] | None = option(None, metavar="NAME")
+    # format: parquet (tables of recordings and rejected files), or with mels huggingface, webdataset (tar files) or zarr (default parquet); of a
+    # detector onnx
+    to: Literal["parquet", "huggingface", "webdataset", "zarr", "onnx"] | None = option(None, metavar="NAME")
     # licence for card and metadata, for example CC-BY-4.0 (default: not given)
     license: str | None = option(None, metavar="TEXT")
 
     def __call__(self, run: Run) -> Outcome:
-        return self._export_detector(run) if self.onnx else self._export_data(run)
+        return self._export_detector(run) if self.onnx or self.to == "onnx" else self._export_data(run)
 
     def _export_detector(self, run: Run) -> Outcome:
         "Write a detector as an ONNX file, and compare it."
         refuse_unused(
-            {"--license": self.license, "--to": self.to},
+            {"--license": self.license, "--to": self.to != "onnx" and self.to},
             "together with --onnx",
             "leave it out; leakmel export --card states the licence of a detector",
         )

@@ -34,6 +34,7 @@ from leakmel.core.timeline import (
     read_timeline,
     stage_table,
 )
+from leakmel.dataset.pipeline import is_demo
 from leakmel.dataset.publish import BuildResult, rate_text, reused_rows_sentence
 from leakmel.dataset.reader import MelDataset, open_dataset
 from leakmel.pages import plots
@@ -56,21 +57,26 @@ def _run_files(folder: Path) -> list[Path]:
 
 
 def find_runs(
-    path: str | os.PathLike | None = None,  # folder of a run, or of runs; None: the project's runs/
+    # folder of a run, or of runs; None: the working folder and its runs/
+    path: str | os.PathLike | None = None,
     *,
     most: int = 8,
 ) -> list[Path]:
-    """Return the folder of a run itself, or the newest runs in a folder of runs; None: the project's runs/.
-
-    Raises DataError for a folder without a run.
-    """
+    "Return the folder of a run itself, or the newest runs in a folder, those of the demo data set last; raises DataError if there is none."
     if most < 1:
         raise UsageError("the parameter compare must be at least 1", code="out-of-range", found=most)
     folder = runs_folder() if path is None else user_path(path)
     if _run_files(folder):
         return [folder]
-    inside = {p: _run_files(p) for p in folder.glob("[!.]*")}
-    times = {p: max(f.stat().st_mtime_ns for f in files) for p, files in inside.items() if files}
+    times = {
+        p: (not any(map(is_demo, files)), max(f.stat().st_mtime_ns for f in files), p.name)
+        for p, files in {
+            p: _run_files(p)
+            for place in [folder, folder.parent][: 1 + (path is None)]
+            for p in place.glob("[!.]*")
+        }.items()
+        if files
+    }
     if not times:
         raise DataError(
             "the folder contains no run" if folder.is_dir() else "the folder does not exist",
@@ -79,7 +85,7 @@ def find_runs(
             expected="*.report.json or *.H5 in the folder or its subfolders",
             remedy="build a data set (`make build`, `papermill build.ipynb out.ipynb` in nbs/ or `leakmel build`), or set run to another folder",
         )
-    return sorted(times, key=lambda p: (times[p], p.name), reverse=True)[:most]
+    return sorted(times, key=times.__getitem__, reverse=True)[:most]
 
 # %% ../../nbs/pages/dashboard.ipynb #53ba5dab
 def joined_timelines(timelines: Mapping[str, Timeline]) -> dict[str, Timeline]:
@@ -268,12 +274,11 @@ def _facts(run: RunRecord) -> dict[str, dict[str, str]]:
     "Return what the reports and timelines say of time, data and machine."
     reports = list(run.reports.values())
     rate = f": {per_second(run.files_per_s)} end to end" if run.files_per_s else ""
-    limits = " ".join(analyse(t).limit_text for t in run.distinct_timelines)
     times = {
         "folder": show_path(run.folder),
         "created": run.values("created_at_utc").replace("T", " ").replace("+00:00", " UTC"),
         "speed": f"{run.total('found') - run.total('kept_files'):,} files read in {run.seconds or 0:.2f} s{rate}",
-        "limiting stage": limits or NOT_AVAILABLE,
+        "limiting stage": " ".join(analyse(t).limit_text for t in run.distinct_timelines) or NOT_AVAILABLE,
         "page cache": run.values("cache"),
     }
     counts = f"{run.total('rows'):,} rows + {run.total('rejected'):,} rejected"
@@ -448,9 +453,8 @@ def mel_pictures(
 
     def typical_mels(ds: MelDataset) -> "go.Figure":
         typical = ds.typical_rows()
-        rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])
         return plots.mels_by_label(
-            rows,
+            np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:]),
             list(typical),
             ds.spec.mel_hz,
             long_start_s=ds.file["long_start_s"][:],
@@ -483,5 +487,6 @@ def build_report(results: Sequence[BuildResult], path: Path) -> Path:
         ),
         Section("Example spectrograms", ["\n".join(typical), mel_pictures(results[0].path)]),
     ]
-    title = f"Build of {show_path(results[0].path.parent)}"
-    return write_report(path, title, card.title, sections, ok=card.ok)
+    return write_report(
+        path, f"Build of {show_path(results[0].path.parent)}", card.title, sections, ok=card.ok
+    )

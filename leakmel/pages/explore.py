@@ -23,8 +23,8 @@ from leakmel.core.operation import runs_folder
 from leakmel.core.parameters import Kinds
 from leakmel.dataset.inputs import decide_spec
 from leakmel.dataset.loader import STATUSES, BatchReader, Slot
-from leakmel.dataset.pipeline import find_data, spec_changes
-from leakmel.dataset.reader import write_spec
+from leakmel.dataset.pipeline import find_data, names_of, table_hints
+from leakmel.dataset.reader import requested_spec, write_spec
 from leakmel.mel.engines import Engine, open_engine
 from leakmel.mel.spec import MelSpec, hann_periodic, preset_values
 from leakmel.pages import plots
@@ -180,6 +180,7 @@ class Explorer:
         changes: dict[str, Any] | None = None,
     ):
         self.recordings = recordings
+        self.origin = ""  # where the folder comes from
         self.spec = decide_spec(changes, recordings.manifest.listings, count=True).spec
         self.changes = dict(changes or {}) | {"preset": self.spec.preset_name}
         self.select()
@@ -444,16 +445,19 @@ def _spec_text(state: Explorer) -> str:
 # %% ../../nbs/pages/explore.ipynb #90782102
 def open_explorer(parameters: dict[str, Any], *, progress: str = "auto") -> Explorer:
     "Scan the recordings, apply the filter and resolve the spec; raises LeakmelError for invalid parameters."
-    root, _ = find_data(parameters["data_root"], progress=progress)
-    found = scan(
-        root,
-        table=parameters["table"] or None,
-        columns=parameters["columns"] or None,
-        pattern=parameters["pattern"] or None,
-        content=True,
-        progress=progress,
+    root, origin = find_data(parameters["data_root"], progress=progress)
+    named = names_of(parameters)
+    found = scan(root, **named, content=True, progress=progress)
+    given = {name: parameters[name] for name in ("sample_rate", "duration_s") if parameters[name] is not None}
+    # the default preset does not override a spec file
+    preset = (
+        parameters["preset"] if not parameters["spec_file"] or parameters["preset"] != "disjoint" else None
     )
-    state = Explorer(recordings_of_scan(found), spec_changes(parameters)[0])
+    changes, _ = requested_spec(parameters["spec_file"], preset, given)
+    state = Explorer(recordings_of_scan(found), changes)
+    state.origin = "\n".join(
+        [f"{show_path(root)}: {origin}", *table_hints({**named, "data_root": str(root)}, "set {} = {!r}")]
+    )
     split = split_name(parameters["split"]) or parameters["split"]
     state.filter_recordings(**{name: parameters[name] for name in FILTERS} | {"split": split})
     return state

@@ -216,8 +216,9 @@ def png_bytes(
 def _template(text: str) -> Any:
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(autoescape=True, keep_trailing_newline=True, undefined=StrictUndefined)
-    return environment.from_string(text)
+    return Environment(autoescape=True, keep_trailing_newline=True, undefined=StrictUndefined).from_string(
+        text
+    )
 
 
 def filled(
@@ -343,8 +344,7 @@ def playback(
         gain = min(10 ** (PLAYBACK_DB / 20) / rms, 1 / max(float(np.quantile(np.abs(x), 0.999)), 1e-9))
         x = x * gain
         words.append(f"level changed by {20 * math.log10(gain):+.0f} dB for playback")
-    pcm = np.clip(np.round(x * 32_767), -32_768, 32_767).astype(np.int16)
-    return wav_bytes(pcm, rate), ", ".join(words)
+    return wav_bytes(np.clip(np.round(x * 32_767), -32_768, 32_767).astype(np.int16), rate), ", ".join(words)
 
 # %% ../../nbs/pages/page_figures.ipynb #2a39d107
 MAX_COLUMNS = 900
@@ -399,8 +399,7 @@ def spectrogram_levels(
     x = np.pad(x, (0, max(0, n_fft - len(x))))
     hop = max(n_fft // 4, -(-(len(x) - n_fft) // MAX_COLUMNS))
     frames = np.lib.stride_tricks.sliding_window_view(x, n_fft)[::hop]
-    power = np.square(np.abs(np.fft.rfft(frames * np.hanning(n_fft)))).T
-    return 10 * np.log10(np.maximum(power, 1e-14))
+    return 10 * np.log10(np.maximum(np.square(np.abs(np.fft.rfft(frames * np.hanning(n_fft)))).T, 1e-14))
 
 
 def _steps(top: float, most: int) -> list[float]:

@@ -416,9 +416,11 @@ def spectrum_by_label(
     means = np.stack([spectra[of_row == name].mean(0) for name in kept])  # [K, M]
     band = int(np.ptp(means, axis=0).argmax() if len(kept) > 1 else means[0].argmax())
     high, low = int(means[:, band].argmax()), int(means[:, band].argmin())
-    gap = f"is up to {means[high, band] - means[low, band]:.0f} dB louder than {shown[low]}, most"
-    if len(kept) == 1:
-        gap = f"has its highest level, {means[0, band]:.0f} dB,"
+    gap = (
+        f"has its highest level, {means[0, band]:.0f} dB,"
+        if len(kept) == 1
+        else f"is up to {means[high, band] - means[low, band]:.0f} dB louder than {shown[low]}, most"
+    )
     return styled_figure(
         [*shades, *lines],
         f"{shown[high]} {gap} at {hz[band]:,.0f} Hz",
@@ -467,7 +469,6 @@ def batch_timeline(timeline: Timeline, split: str | None = None) -> "go.Figure":
         bars = [s for lane, own in by_lane.items() for s in merge_lanes(own, lane, n_slices=n_slices)]
         how = f"each of {n_slices} slices of a lane shows how much of it the lane spent in each stage"
     busy = sum(covered_s(s for s in own if s.stage != "wait") for own in by_lane.values()) / (seconds or 1)
-    by_stage = {stage: [s for s in bars if s.stage == stage] for stage in STAGES}
     traces = [
         {
             "type": "bar",
@@ -484,7 +485,7 @@ def batch_timeline(timeline: Timeline, split: str | None = None) -> "go.Figure":
             ],
             "hovertemplate": "%{fullData.name}: %{customdata:.2f} ms from %{base:.3f} s<br>%{hovertext}<extra></extra>",
         }
-        for stage, own in by_stage.items()
+        for stage, own in {stage: [s for s in bars if s.stage == stage] for stage in STAGES}.items()
         if own
     ]
     return styled_figure(

@@ -312,9 +312,11 @@ def native() -> ModuleType | None:
 def digests_of(rows: np.ndarray) -> np.ndarray:
     "Compute the digest of each contiguous row's bytes, [n] S32, equal to `digest_of`."
     module = native()
-    if module is not None and len(rows) and module.can_digest(rows[0].nbytes):
-        return module.digest_rows(rows)
-    return np.array([digest_of(row) for row in rows], "S32")
+    return (
+        module.digest_rows(rows)
+        if module is not None and len(rows) and module.can_digest(rows[0].nbytes)
+        else np.array([digest_of(row) for row in rows], "S32")
+    )
 
 
 def digests_in_file(

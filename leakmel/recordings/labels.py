@@ -18,7 +18,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,9 +29,17 @@ import numpy as np
 from leakmel.core import comparison, files, locks
 from leakmel.core.errors import DataError, OutputError, RecordingError, UsageError, show_path
 from leakmel.recordings import naming, problems
-from leakmel.recordings.listing import Listing, existing_folder, found_below, is_system_folder, read_content
+from leakmel.recordings.listing import (
+    Listing,
+    existing_folder,
+    found_below,
+    is_system_folder,
+    read_content,
+    split_folders,
+)
 from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.tables import (
+    column_name,
     csv_table,
     decode_text,
     read_table,
@@ -399,6 +407,39 @@ def read_labels(table: LabelTable) -> CurrentLabels:
         for path, label in zip(names.paths, names.labels, strict=True)
     )
     return replace(current_labels(given), exact_paths=True)
+
+# %% ../../nbs/recordings/labels.ipynb #7ab1e5f0
+_OF_PEOPLE = {"labels": "has labels by people", "table": "lists recordings with their labels"}
+
+
+def _in_table(file: Path, folder: Path) -> tuple[str, Path]:
+    "Return the parameter that uses a table by people, and the folder in which it names a recording; empty: none, or a result of leakmel."
+    with open(files.open_regular_file(file), "rb") as f:
+        table = csv_table(file, decode_text(f.read(1 << 16).rpartition(b"\n")[0], file), LABELS_COLUMNS)
+    columns = [column_name(name) for name in table.names]
+    # predictions, evaluations, suggestions and retraining rounds have scores
+    if not {"path", "label"} <= {*columns} or {"score", "predicted"} & {*columns}:
+        return "", folder
+    paths = [cells[columns.index("path")] for _, cells in itertools.islice(table.lines, 100)]
+    kind = "labels" if {"by", "when"} <= {*columns} else "table"
+    places = (folder, *split_folders(folder).values(), folder.parent)
+    return next(((kind, x) for x in places if any((x / path).is_file() for path in paths)), ("", folder))
+
+
+def unused_tables(folder: Path, given: Mapping[str, Any], how: str) -> Iterator[str]:
+    """Name the tables with labels by people in a folder of recordings, or next to it, that an operation does not use.
+
+    These are labels.csv of `leakmel review`, and tables of recordings; a table counts if it names one of the recordings, and if no other
+    one is among the parameters of the operation. `how` says how to give it: "add --{} {}".
+    """
+    for file in (f for place in (folder, folder.parent) for f in sorted(place.glob("[!.]*.[cC][sS][vV]"))):
+        with contextlib.suppress(DataError, OSError, LookupError):
+            kind, where = _in_table(file, folder)
+            is_named = kind == "table" and given.get("pattern")
+            if kind and not is_named and not os.path.lexists(given.get(kind) or ""):
+                way = how if kind in given else "leakmel build uses it with --{}"
+                root = f", and give the folder {show_path(where)}" if where == folder.parent else ""
+                yield f"{show_path(file)} {_OF_PEOPLE[kind]} and is not used: {way.format(kind, show_path(file))}{root}"
 
 # %% ../../nbs/recordings/labels.ipynb #0564b40f
 def relabel_manifest(

@@ -223,9 +223,11 @@ class Manifest:
             }
             frames.append(pd.DataFrame(facts | texts))
         table = pd.concat(frames, ignore_index=True)
-        if self.content is None:
-            return table
-        return pd.concat([table, self.content.drop(columns=["split", "path"])], axis=1)
+        return (
+            table
+            if self.content is None
+            else pd.concat([table, self.content.drop(columns=["split", "path"])], axis=1)
+        )
 
     @cached_property
     def problems(self) -> "pd.DataFrame":
@@ -248,8 +250,9 @@ class Manifest:
             twins = checks.twin_problems(self.table[column].dropna().unique(), what)
             found += [p for p in twins if is_group or p.kind == "look_alikes"]
         if self.content is not None:
-            columns = files.content_columns(self.listings, self.label_names, self.table)
-            found += checks.content_problems(columns)
+            found += checks.content_problems(
+                files.content_columns(self.listings, self.label_names, self.table)
+            )
         return pd.DataFrame([(p.kind, p.path, p.message) for p in found], columns=["kind", "path", "message"])
 
     def report(
@@ -329,20 +332,29 @@ def shared_groups(manifest: Manifest) -> dict[str, dict[str, int]]:
     return found
 
 
+def named_by(manifest: Manifest) -> dict[str, str]:
+    "Return what names the recordings, as arguments of `scan`; empty: their folders."
+    columns = ",".join(f"{name}={given}" for name, given in manifest.table_columns.items())
+    table = show_path(manifest.table_path or "")
+    given = {"table": table, "columns": columns, "pattern": manifest.naming.pattern}
+    return {name: text for name, text in given.items() if text}
+
+
 def predict_command(manifest: Manifest) -> str:
     "Return the command that scores the recordings of a manifest; MODEL stands for the detector."
-    columns = ",".join(f"{name}={given}" for name, given in manifest.table_columns.items())
-    words = ["leakmel", "predict", show_path(manifest.root), "--model", "MODEL"]
-    words += ["--table", show_path(manifest.table_path)] if manifest.table_path is not None else []
-    return shlex.join([*words, *(["--columns", columns] if columns else []), "--out", "scores.csv"])
+    named = [(f"--{name}", text) for name, text in named_by(manifest).items() if name != "pattern"]
+    words = ["leakmel", "predict", show_path(manifest.root), "--model", "MODEL", *sum(named, ())]
+    return shlex.join([*words, "--out", "scores.csv"])
 
 
 def unlabelled_hint(manifest: Manifest) -> str:  # "" without a table, or if it has all labels
     "Count the recordings for which the table has no label, and give the command that scores them."
     n = sum(int((x.label_ids == -1).sum()) for x in manifest.listings)
-    if manifest.table_path is None or not n:
-        return ""
-    return f"the table has no label for {n:,} of {how_many(len(manifest), 'recording')}; a detector can score them: {predict_command(manifest)}"
+    return (
+        ""
+        if manifest.table_path is None or not n
+        else f"the table has no label for {n:,} of {how_many(len(manifest), 'recording')}; a detector can score them: {predict_command(manifest)}"
+    )
 
 
 def hints(manifest: Manifest) -> Iterator[str]:
@@ -462,9 +474,11 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
         labels[name] = [x.label for x in parsed[name]] or [
             os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None for path in paths
         ]
-    label_names = _sorted_labels(label for each in labels.values() for label in each)
-    if naming.labels_by_folder:
-        label_names = files.label_map(list(splits.values()) or [root], root)
+    label_names = (
+        files.label_map(list(splits.values()) or [root], root)
+        if naming.labels_by_folder
+        else _sorted_labels(label for each in labels.values() for label in each)
+    )
     listings = tuple(
         make_listing(name, folder, found[name], labels[name], label_names, naming)
         for name, folder in targets.items()

@@ -113,9 +113,11 @@ def parse_name(
     *folders, name = os.fsdecode(path).split("/")
     parts = (name.rpartition(".")[0] or name).split("~")
     folder = "/".join(folders[1:])
-    if len(parts) != 4:
-        return NameParts(folder=folder)
-    return NameParts(parts[0], parts[1], iso_time(parts[2]), number_in(parts[3]), folder=folder)
+    return (
+        NameParts(folder=folder)
+        if len(parts) != 4
+        else NameParts(parts[0], parts[1], iso_time(parts[2]), number_in(parts[3]), folder=folder)
+    )
 
 # %% ../../nbs/recordings/naming.ipynb #62ec4fb2
 TIME_BYTES = 19  # of a column of times, at the least
@@ -180,9 +182,11 @@ def columns_of_names(
 ) -> dict[str, np.ndarray]:
     "What `parse_name` says of each path, as columns: gain as float64, text as the bytes it has in the path."
     parts = [_columns(paths[k : k + _AT_ONCE], wanted) for k in range(0, len(paths), _AT_ONCE)]
-    if not parts:
-        return {name: np.zeros(0, "f8" if name == "gain" else "S1") for name in wanted}
-    return {name: np.concatenate([part.pop(name) for part in parts]) for name in wanted}
+    return (
+        {name: np.concatenate([part.pop(name) for part in parts]) for name in wanted}
+        if parts
+        else {name: np.zeros(0, "f8" if name == "gain" else "S1") for name in wanted}
+    )
 
 # %% ../../nbs/recordings/naming.ipynb #7b685296
 FIELDS = ("split", "label", "sensor", "recording", "session", "start_time", "gain", "folder")

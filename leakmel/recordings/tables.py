@@ -85,7 +85,7 @@ def table_columns(columns: Mapping[str, str] | str | None) -> dict[str, str]:
     return {name: given.strip() for name, given in (columns or {}).items()}
 
 
-def _column(cell: str) -> str:
+def column_name(cell: str) -> str:
     "Return the standard name of a column, or its name without differences of case and blanks."
     name = cell.strip().casefold()
     return "path" if name in ("file", "filename") else name
@@ -97,7 +97,11 @@ def _places(names: list[str], file: Path, columns: dict[str, str], needed: Colle
     for name in TABLE_COLUMNS:
         given = columns.get(name)
         # a name as it is written goes before one in other case
-        fits = given.__eq__ if given in names else lambda x, name=given or name: _column(x) == _column(name)
+        fits = (
+            given.__eq__
+            if given in names
+            else lambda x, name=given or name: column_name(x) == column_name(name)
+        )
         found = [i for i, x in enumerate(names) if fits(x)]
         if len(found) > 1 or (not found and (given or name in needed)):
             raise DataError(
@@ -260,10 +264,10 @@ def csv_table(file: Path, text: str, names: Collection[str] = ()) -> CsvTable:
     lines = io.StringIO(text[sep.end() :] if sep else text, newline="")
     head = next((line for line in lines if line.strip(',;" \t\r\n\xa0')), "")
     lines.seek(0)
-    known = {*TABLE_COLUMNS, *map(_column, names)}
+    known = {*TABLE_COLUMNS, *map(column_name, names)}
 
     def count(delimiter: str) -> int:
-        return sum(_column(cell.strip().strip('"')) in known for cell in head.split(delimiter))
+        return sum(column_name(cell.strip().strip('"')) in known for cell in head.split(delimiter))
 
     delimiter = sep[1] if sep else max(",;\t", key=count)
     rows = _lines(file, csv.reader(lines, delimiter=delimiter, strict=True), 2 if sep else 1)
@@ -336,7 +340,7 @@ def read_table(
     data = read_table_bytes(file)
     table = csv_table(file, decode_text(data, file), wanted.values())
     names = [cell.strip() for cell in table.names]
-    needed = ("path",)[: "path_base64" not in map(_column, names)] + ("label",)[:with_labels]
+    needed = ("path",)[: "path_base64" not in map(column_name, names)] + ("label",)[:with_labels]
     places = _places(names, file, wanted, needed) if names else {}
     least = 1 + max(places.get(name, -1) for name in ("path", *needed))
     extra: dict[str, list[str]] = {name: [] for name in places.keys() - TABLE_COLUMNS}

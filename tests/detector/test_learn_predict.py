@@ -718,9 +718,11 @@ def test_help_imports_no_torch():
 
 
 def test_newest_model_is_the_default(tmp_path, monkeypatch, detector):
-    from leakmel.operations.detector import find_model
+    from leakmel.dataset.pipeline import newest_recordings
+    from leakmel.operations.detector import find_model, with_newest
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LEAKMEL_DATA", raising=False)
     monkeypatch.delenv("LEAKMEL_MODEL", raising=False)
     with raises("no-model", DataError):
         find_model(None)
@@ -728,6 +730,23 @@ def test_newest_model_is_the_default(tmp_path, monkeypatch, detector):
         path = detector.save(tmp_path / "runs" / name / "model.pt")
         os.utime(path, (1_700_000_000 - age_s,) * 2)
     assert find_model(None)[0] == tmp_path / "runs" / "new" / "model.pt"
+    own, demo = tmp_path / "own", tmp_path / "runs" / "demo"
+    for folder, run in ((demo, tmp_path / "runs" / "d"), (own, tmp_path / "mels")):  # the demo is older
+        folder.mkdir()
+        run.mkdir()
+        (run / "A.H5.report.json").write_text(json.dumps({"root": str(folder), "path": "mels/A.H5"}))
+        os.utime(run / "A.H5.report.json", (1_700_000_000 + (folder == demo),) * 2)
+    assert newest_recordings() is not None
+    path = detector.save(tmp_path / "detector" / "model.pt")  # a command writes next to runs/
+    os.utime(path, (1_700_000_001,) * 2)
+    of_demo = detector.save(tmp_path / "runs" / "of_demo" / "model.pt")  # newer, but of the demo
+    (of_demo.parent / "summary.json").write_text(json.dumps({"data": [str(tmp_path / "runs/d/A.H5")]}))
+    given, text = with_newest({"data_root": None, "model": None})
+    assert (given["data_root"], given["model"]) == (str(own), str(path))
+    assert text.splitlines()[0] == (
+        f"{own}: recordings of the newest build (mels/A.H5); for other recordings, set data_root or LEAKMEL_DATA"
+    )
+    assert with_newest({"data_root": str(own), "model": None})[0]["model"] is None
     monkeypatch.setenv("LEAKMEL_MODEL", "named.pt")
     assert find_model(None)[0] == tmp_path / "named.pt"
     assert find_model("given.pt")[0] == tmp_path / "given.pt"

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import fcntl
+import io
 import json
 import os
 import pty
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import termios
 import threading
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -272,6 +273,9 @@ def test_invalid_choice_lists_valid_ones(data, tmp_path, say):
     assert status == 2
     assert "htk" in err
     assert "slaney" in err
+    assert "zar is unknown; did you mean zarr?" in say("export", data, "--to", "zar")[2]
+    assert "did you mean training?" in say("scan", data, "--split", "trainin")[2]
+    assert "leakmel train mels --out detector" in say("predict", data)[2], "a way to a detector"
     status, _, err = say("build", data, "--out", tmp_path / "x.h5", "--split", "holdout")
     assert status == 2
     assert "training" in err
@@ -360,12 +364,18 @@ def test_help_has_one_option_per_field(say):
         status, out, err = say(command, "--help")
         assert (status, err) == (0, "")
         assert "--json" in out
-    status, out, err = say("demo", "--help")
-    assert (status, err) == (
-        0,
-        "`leakmel demo` is now `leakmel init --demo`; the old name works in this release\n",
-    )
-    assert out.startswith("usage: leakmel init --demo")
+    new = {name: cls.command.words for name, cls in cli.OPERATIONS.items() if cls.command.words}
+    assert len(new) == 11
+    for name, words in new.items():  # old names
+        status, out, err = say(name, "--help")
+        line = f"`leakmel {name}` is now `leakmel {words}`; the old name works in this release\n"
+        assert (status, err) == (0, line), name
+        assert out.startswith(f"usage: leakmel {words}")
+        example = shlex.split(cli.OPERATIONS[name].command.example)[1 + len(words.split()) :]
+        with redirect_stderr(io.StringIO()):
+            assert cli._parse([name, *example]) == cli._parse([*words.split(), *example]), name
+    out = say("export", "--help")[1]
+    assert "leakmel export --labels" in out.replace("\n", " ")
     status, out, _ = say("--help")
     assert all(f"  {cls.command.words or name}  " in out for name, cls in cli.OPERATIONS.items())
     assert len({line.split()[0] for line in out.splitlines() if re.match("  \\w", line)}) <= 16
@@ -403,6 +413,33 @@ def test_quiet_and_progress(data, tmp_path, say):
     assert (status, err) == (0, "")
     assert "9 rows + 1 rejected = 10 files found" in out
     assert "rejected: 1 x not_wav" in out
+
+
+def test_tables_with_labels_by_people_are_named_and_results_are_not(data, say):
+    row = "LEAK/1.wav,NOLEAK"
+    decided = f"path,digest,label,by,when,note\nLEAK/1.wav,,NOLEAK,ann,2026-01-31T08:15:00Z,\n{row}"
+    tables = {
+        data / "table.csv": f"file,label\n{row}\n",
+        data.parent / "labels.csv": decided,
+        data / "scores.csv": f"path,label,score\n{row},0.5\n",
+        data / "others.csv": "path,label\nLEAK/99.wav,NOLEAK\n",
+        data / "torn.csv": 'path,label\n"',
+    }
+    for file, text in tables.items():
+        file.write_text(text)
+    table, labels = [*tables][:2]
+    err = say("scan", data)[2]
+    assert err.splitlines() == [
+        f"{table} lists recordings with their labels and is not used: add --table {table}",
+        f"{labels} has labels by people and is not used: leakmel build uses it with --labels",
+    ]
+    out = data.parent / "x.h5"
+    err = say("build", data, "--out", out, "--labels", labels, "--quiet")[2]
+    assert str(labels) not in err
+    assert str(table) in err
+    err = say("train", out, "--out", data.parent / "m", "--leak-label", "absent")[2]
+    assert f"{table} lists" in err
+    assert str(labels) not in err, "the build used it"
 
 
 def test_hostile_names_are_shown_on_one_line(tmp_path, make_wav, say):

@@ -301,7 +301,12 @@ def options() -> dict[str, dict[str, None]]:
     """Return the options that the complete help of each command names."""
     texts = {command: run(f"{command} --help-all", Path(tempfile.gettempdir()))[1] for command in COMMANDS}
     return {
-        command: dict.fromkeys(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE))
+        # an option, and an earlier name of it on the same line
+        command: dict.fromkeys(
+            word
+            for line in re.findall(r"^  (--\S+(?: \S+)*)", text, re.MULTILINE)
+            for word in re.findall(r"(?:^|, )(--[\w-]+)", line)
+        )
         for command, text in texts.items()
     }
 

@@ -232,9 +232,11 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         "Copy the batch to a device; from page-locked memory the copy is asynchronous."
-        if self.x.device == device:
-            return self
-        return Batch(*(t.to(device, non_blocking=True) for t in (self.x, self.y, self.items)))
+        return (
+            self
+            if self.x.device == device
+            else Batch(*(t.to(device, non_blocking=True) for t in (self.x, self.y, self.items)))
+        )
 
 # %% ../../../nbs/detector/data/segments.ipynb #6a1a1d37
 DataSource = str | os.PathLike | MelDataset
@@ -309,8 +311,7 @@ def open_parts(
     "Open the data sets of several parts together; those that are opened here are closed with the block."
     given = {name: source_list(own) for name, own in parts.items()}
     joined = [s for own in given.values() for s in own]
-    people = None if labels is None else read_labels(labels)
-    opened = open_sources(joined, people=people, **how)
+    opened = open_sources(joined, people=None if labels is None else read_labels(labels), **how)
     try:
         left = iter(opened)
         yield {name: list(islice(left, len(own))) for name, own in given.items()}
@@ -400,8 +401,7 @@ class Segments(AbstractContextManager["Segments"]):
             rows = rows.astype(np.int64)
             classes = np.full(len(rows), LEFT_OUT)
             if task is not None:
-                numbers = np.concatenate([_task_labels(ds, task) for ds in self.sources])
-                classes = task.classes(numbers[rows])
+                classes = task.classes(np.concatenate([_task_labels(ds, task) for ds in self.sources])[rows])
                 rows, classes = rows[classes != LEFT_OUT], classes[classes != LEFT_OUT]
             elif with_labels:
                 classes = np.concatenate([ds.labels for ds in self.sources])[rows].astype(np.int64)

@@ -370,7 +370,6 @@ def _tied_labels(table: "pd.DataFrame", labels: np.ndarray, class_names: Sequenc
     needed = [*_TEXTS, *_NUMBERS, "path", "silent"]
     if not len(table) or not set(needed) <= set(table) or table[needed].isna().any(axis=None):
         return []
-    texts = {name: np.array([os.fsencode(v) for v in table[name]], np.bytes_) for name in _TEXTS}
     facts = Columns(
         ("",),
         tuple(class_names),
@@ -379,7 +378,7 @@ def _tied_labels(table: "pd.DataFrame", labels: np.ndarray, class_names: Sequenc
         [os.fsencode(p) for p in table["path"]],
         silent=table["silent"].to_numpy(bool),
         **{name: table[name].to_numpy() for name in _NUMBERS},
-        **texts,
+        **{name: np.array([os.fsencode(v) for v in table[name]], np.bytes_) for name in _TEXTS},
     )
     return [p for p in content_problems(facts) if p.kind == "label_tied"]
 
@@ -558,12 +557,11 @@ def group_split(
                 groups[inside], own, lacking, shares, seed, task, needs_validation, allow_leaky_split
             ),
         )
-    parts = {name: inside[part == k] for k, name in enumerate(shares)}
     return _check_split(
         table,
         label_ids,
         class_names,
-        parts,
+        {name: inside[part == k] for k, name in enumerate(shares)},
         method,
         allow_leaky_split,
         groups,
@@ -595,8 +593,7 @@ def _divide(
     "Return [n] part of each recording, and the labels that a part lacks."
     by_group = divide_groups(label_counts(units, labels), np.array(list(shares.values())), seed)
     part = by_group[np.unique(units, return_inverse=True)[1]]
-    lacking = [k for k in np.unique(labels).tolist() if len(np.unique(part[labels == k])) < len(shares)]
-    return part, lacking
+    return part, [k for k in np.unique(labels).tolist() if len(np.unique(part[labels == k])) < len(shares)]
 
 
 def label_counts(units: np.ndarray, labels: np.ndarray) -> np.ndarray:

@@ -425,7 +425,6 @@ def cross_validate(
     cluster: Cluster | None = None,
 ) -> CrossValidation:  # raises UsageError, DataError, OutputError
     "Evaluate a detector by cross-validation: each recording is scored by a detector that was trained without its group."
-    how = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy, "labels": labels}
     with open_resampling(
         "cross_validation",
         data,
@@ -438,7 +437,13 @@ def cross_validate(
         n_draws,
         jobs,
         cluster,
-        **how,
+        **{
+            "leak_label": leak_label,
+            "kind": kind,
+            "leave_out": leave_out,
+            "legacy": legacy,
+            "labels": labels,
+        },
     ) as run:
         groups = run.groups(group)
         scores, rows = run.scores(run.fits("", groups))
@@ -701,11 +706,10 @@ class LearningCurve(Resampled):
             x=self.table["recordings"],
             text=[f"{n:,.0f} {word}s, " for n in self.table["groups"]],
         )
-        title = "; ".join(gain["text"].partition(":")[0] for gain in self.gains.values())
         return {
             "learning_curve": auc_figure(
                 points,
-                title,
+                "; ".join(gain["text"].partition(":")[0] for gain in self.gains.values()),
                 "The same held-out recordings for every point; bars: 95 % confidence intervals",
                 {"title": {"text": "labelled recordings in training"}, "rangemode": "tozero"},
             )

@@ -234,8 +234,7 @@ class Bootstrap:
         either = {"with a leak": self.truth, others: ~self.truth}
         numbers = {word: len(np.unique(self.groups.code[own])) for word, own in either.items()}
         fewest = min(numbers, key=lambda name: numbers[name])
-        words = {"specificity": others, "balanced_accuracy": fewest, "auc": fewest}
-        word = words.get(figure, "with a leak")
+        word = {"specificity": others, "balanced_accuracy": fewest, "auc": fewest}.get(figure, "with a leak")
         return numbers[word], f"{self.groups.counted(numbers[word])} {word}"
 
     def intervals(self, draws: Mapping[str, np.ndarray]) -> dict[str, Interval]:
@@ -351,9 +350,11 @@ class Difference:
         }
 
     def __str__(self) -> str:
-        if self.value != self.value:
-            return "undefined"
-        return f"{self.value:+.3f}{self.interval.in_brackets('+.3f')}"
+        return (
+            "undefined"
+            if self.value != self.value
+            else f"{self.value:+.3f}{self.interval.in_brackets('+.3f')}"
+        )
 
 
 def differences(boot: Bootstrap, one: ScoredModel, other: ScoredModel) -> dict[str, Difference]:
@@ -464,8 +465,7 @@ def cautions(
         weak.append(
             f"Each of {groups.counted(n_all)} has one label only: a detector can separate the labels by recognising the groups, without detecting leaks."
         )
-    note = [groups.note[0].upper() + groups.note[1:] + "."] if groups.note else []
-    return (*found, *weak, *note)
+    return (*found, *weak, *([groups.note[0].upper() + groups.note[1:] + "."] if groups.note else []))
 
 # %% ../../../nbs/detector/metrics/significance.ipynb #b36d9cc6
 def permute_group_labels(

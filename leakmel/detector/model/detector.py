@@ -49,8 +49,7 @@ def platt(
     offset: Tensor | float,
 ) -> Tensor:
     "Apply a calibration line to the logit of probabilities (Platt 1999)."
-    p = probability.clamp(_MIN_PROBABILITY, 1 - _MIN_PROBABILITY)
-    return (slope * p.logit() + offset).sigmoid()
+    return (slope * probability.clamp(_MIN_PROBABILITY, 1 - _MIN_PROBABILITY).logit() + offset).sigmoid()
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,11 @@ class _HalfBands(nn.Module):
     "Maximum of each two bands, the first one of equals; a last single band is left out."
 
     def forward(self, x: Tensor) -> Tensor:  # [n, C, M, W]
-        if _runs_on_gpu(x) and x.shape[2] % 2 == 0:
-            return x.unflatten(2, (-1, 2)).max(3).values
-        return F.max_pool2d(x, (2, 1))
+        return (
+            x.unflatten(2, (-1, 2)).max(3).values
+            if _runs_on_gpu(x) and x.shape[2] % 2 == 0
+            else F.max_pool2d(x, (2, 1))
+        )
 
 # %% ../../../nbs/detector/model/net.ipynb #fe6cd91f
 class LeakNet(nn.Module):
@@ -362,6 +364,8 @@ def micro_batch_loss(
     "Return the share of a piece in the loss of its batch."
     of_class, of_leak = item_losses(logits, leak_logit, y, settings, weights.leak_class)
     loss = (of_class * weights.classes[y]).sum() / totals[0]
-    if not settings.aux_weight:
-        return loss
-    return loss + settings.aux_weight * (of_leak * weights.leak[y]).sum() / totals[1]
+    return (
+        loss + settings.aux_weight * (of_leak * weights.leak[y]).sum() / totals[1]
+        if settings.aux_weight
+        else loss
+    )

@@ -49,8 +49,7 @@ def window_numbers(
     """
     n = mask.sum(1, keepdim=True).clamp_min(1)
     n_windows = (n / window).round().long().clamp_min(1)
-    at = (mask.cumsum(1) - 1).clamp_min(0)
-    return torch.minimum(at * n_windows // n, n_windows - 1)
+    return torch.minimum((mask.cumsum(1) - 1).clamp_min(0) * n_windows // n, n_windows - 1)
 
 
 def window_features(
@@ -127,8 +126,7 @@ def _compiled() -> CompiledCode | None:
         work, total = np.empty(code.constants["ROWS"], np.uint32), np.zeros((3, 1))
         x, threshold = (np.array(v, np.float32) for v in ([0, 0.5, 0, 0.6, 0, np.nan], [0.5, 0, 0]))
         feature, children, roots = (np.array(v, np.uint32) for v in ([1, 0, 0], [2, 1, 1, 1, 2, 2], [0, 1]))
-        share = np.array([[0], [3], [5]], np.float32)
-        nodes = (feature, threshold, children, share)
+        nodes = (feature, threshold, children, np.array([[0], [3], [5]], np.float32))
         code.functions["add_leaves"](x, *nodes, roots, np.array([1]), work, total)
         if total.ravel().tolist() != [6, 8, 8]:
             raise ImportError("compiled code for trees gives wrong results on this machine")
@@ -432,8 +430,9 @@ def levels(ds: Segments) -> np.ndarray | None:
     "Return the level of every recording, [n, 1] dB re full scale; None if a data set does not store it."
     if not all("files/rms_db" in source.file for source in ds.sources):
         return None
-    stored = np.concatenate([source.file["files/rms_db"][:] for source in ds.sources])
-    out = stored.astype(np.float64)[ds.rows]
+    out = np.concatenate([source.file["files/rms_db"][:] for source in ds.sources]).astype(np.float64)[
+        ds.rows
+    ]
     return np.maximum(np.where(np.isfinite(out), out, _SILENT_DB), _SILENT_DB)[:, None]
 
 

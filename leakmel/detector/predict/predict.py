@@ -352,9 +352,11 @@ def check_output(out: Path, folder: Path) -> None:
     for path, columns in ((out, COLUMNS), (rejected_path(out), REJECTED_COLUMNS)):
 
         def is_ours(file: BinaryIO, first: list[str] = [*columns][:3]) -> bool:
-            if parquet is None:
-                return has_columns(file, first)
-            return list(parquet.read_schema(file).names[:3]) == first
+            return (
+                has_columns(file, first)
+                if parquet is None
+                else list(parquet.read_schema(file).names[:3]) == first
+            )
 
         require_kind(path, "table of predictions", is_ours)
     if not os.access(next(p for p in out.parents if p.exists()), os.W_OK | os.X_OK):

@@ -339,9 +339,11 @@ def choose_kind(
         seconds["blend"] = sum(seconds.values())
     tried = [_evaluate_kind(kind, scores, truth, own, seconds[kind]) for kind, scores in found.items()]
     best = max(tried, key=lambda t: t["auc"])
-    kind = detector
-    if detector == "auto":
-        kind = next((t["kind"] for t in tried if t["auc"] >= best["auc"] - best["error"]), wanted[0])
+    kind = (
+        next((t["kind"] for t in tried if t["auc"] >= best["auc"] - best["error"]), wanted[0])
+        if detector == "auto"
+        else detector
+    )
     reasons = {
         f"{kind} was asked for.": detector != "auto",
         ONE_KIND: len(wanted) == 1,
@@ -488,9 +490,8 @@ def run_fits(
     is_short = kinds_to_fit(trainer.settings.detector, n) == ("spectral",) and len(fits) * n < LONG_WORK
     if trainer.device != "cpu" or (jobs is None and is_short):
         most = 1
-    room = free_memory() // 2 // (trainer.data.training.n_bytes + _PROCESS_BYTES)
     run = Parallel(
-        n_jobs=max(1, min(most, room)),
+        n_jobs=max(1, min(most, free_memory() // 2 // (trainer.data.training.n_bytes + _PROCESS_BYTES))),
         return_as="generator",
         pre_dispatch="all",
         idle_worker_timeout=WORKER_IDLE_S,

@@ -410,6 +410,7 @@ def _result_of(
     summary = detector.record | {
         "ok": True,
         "model": show_path(path),
+        "data": [show_path(source.path) for source in data.training.sources],
         "kind": detector.kind,
         "stamp": "" if data.split is None else data.split.stamp,
         "vote": detector.vote,

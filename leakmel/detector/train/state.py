@@ -427,9 +427,11 @@ class TrainingDisplay(Progress):
         "Show epoch, loss and F1 in a few words."
         s = self.training
         best = s.best_figures
-        f1 = ""
-        if best is not None and not math.isnan(best.f1):
-            f1 = f", F1 {s.epochs[-1].f1:.3f}, best {best.f1:.3f} in {best.epoch}"
+        f1 = (
+            f", F1 {s.epochs[-1].f1:.3f}, best {best.f1:.3f} in {best.epoch}"
+            if best is not None and not math.isnan(best.f1)
+            else ""
+        )
         epoch = f"{min(len(s.epochs) + 1, s.settings.epochs)}/{s.settings.epochs}"
         self.update(s.stepper.n_done, f"epoch {epoch}, loss {self.loss:.3f}{f1}{doing}")
 

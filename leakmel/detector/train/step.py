@@ -73,8 +73,7 @@ def half_type(settings: TrainSettings, device: torch.device) -> torch.dtype | No
 def micro_batch_slices(n: int, most: int) -> list[slice]:
     "Cut a batch of `n` items into micro-batches of at most `most`, of equal length as far as possible."
     k = -(-n // most)
-    ends = [n * i // k for i in range(k + 1)]
-    return [slice(a, b) for a, b in pairwise(ends)]
+    return [slice(a, b) for a, b in pairwise([n * i // k for i in range(k + 1)])]
 
 # %% ../../../nbs/detector/train/step.ipynb #1d11eee7
 @dataclass(frozen=True, eq=False)
@@ -184,8 +183,7 @@ class Stepper:
                 loss = loss + part.detach()
                 n_correct = n_correct + (logits.detach().argmax(1) == y).sum()
         self.scaler.unscale_(self.optimiser)
-        norm = nn.utils.clip_grad_norm_(self._weights, s.clip_norm or math.inf)
-        return loss, n_correct, norm
+        return loss, n_correct, nn.utils.clip_grad_norm_(self._weights, s.clip_norm or math.inf)
 
     def _drop(self) -> None:
         "Drop half-made gradients, and what the scaler believes of them."

@@ -324,10 +324,9 @@ def _pages(history: History, sql: str) -> Iterator[dict[str, Sequence[Any]]]:
         cursor = history.db.execute(sql)
         names = [name for name, *_ in cursor.description]
         while rows := cursor.fetchmany(32_768):
-            columns = zip(names, zip(*rows, strict=True), strict=True)
             yield {
                 name: list(map(_CONVERSIONS[name], values)) if name in _CONVERSIONS else values
-                for name, values in columns
+                for name, values in zip(names, zip(*rows, strict=True), strict=True)
             }
 
 # %% ../../../nbs/extras/nightly/history.ipynb #f0310007

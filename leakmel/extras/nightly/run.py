@@ -615,7 +615,6 @@ def visits_page(
 # %% ../../../nbs/extras/nightly/run.ipynb #4a5cc001
 def evidence_plot(done: "NightlyRun") -> Any:  # go.Figure
     "Draw the evidence of the first sensors of the list over the last nights."
-    chosen = [r for r in done.sensors if done.curves.get(r.sensor)][:12]
     traces = [
         {
             "type": "scatter",
@@ -626,7 +625,7 @@ def evidence_plot(done: "NightlyRun") -> Any:  # go.Figure
             "line": {"color": label_colour(k), "width": 1.6},
             "marker": {"size": 4},
         }
-        for k, r in enumerate(chosen)
+        for k, r in enumerate([r for r in done.sensors if done.curves.get(r.sensor)][:12])
     ]
     return styled_figure(
         traces,

@@ -29,7 +29,6 @@ from leakmel.core.errors import DataError, LeakmelError, MissingPackageError, Us
 from leakmel.core.files import write_errors
 from leakmel.core.operation import run_folder, user_path
 from leakmel.core.parameters import Kinds
-from leakmel.dataset.pipeline import find_data
 from leakmel.detector.model.detector import Detector
 from leakmel.detector.predict.predict import predict
 from leakmel.detector.predict.scoring import find_recordings
@@ -795,10 +794,9 @@ def review_kinds() -> Kinds:
 
 def review_of(parameters: dict[str, Any], *, progress: str = "auto") -> ReviewApp:
     "Open the review that the parameters of review.ipynb describe, as `review_kinds` lists them; raises LeakmelError."
-    root, _ = find_data(parameters["data_root"], progress=progress)
     given = {name: value for name, value in parameters.items() if name != "data_root" and value != ""}
     given["tables"] = [word.strip() for word in parameters["tables"].split(",") if word.strip()]
-    return review(root, progress=progress, **given)
+    return review(parameters["data_root"], progress=progress, **given)
 
 
 def review(

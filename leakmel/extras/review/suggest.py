@@ -315,14 +315,13 @@ def band_statistics(
 
 def _row(s: ScoredRecording, kind: str, n_alike: int, uncertain: str) -> dict[str, Any]:
     shown = show_path(s.path)
-    reasons = {"uncertain": uncertain, "random": "drawn at random for the test set"}
     return {
         "path": shown,
         "label": "",
         "split": "testing" if kind == "random" else "training",
         "sensor": show_path(s.sensor),
         "kind": kind,
-        "reason": reasons.get(
+        "reason": {"uncertain": uncertain, "random": "drawn at random for the test set"}.get(
             kind,
             f"represents {n_alike:,} similar recordings" if n_alike > 1 else "unlike the other recordings",
         ),
