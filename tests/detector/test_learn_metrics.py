@@ -170,7 +170,8 @@ def test_chosen_threshold_is_optimal(found, single):
 
     assert is_good(best) or (best, highest["balanced_accuracy"]) == (0.5, 0.5)  # a constant answer is the best
     nearer = [t for t in (*values, 0.5) if abs(t - 0.5) < abs(best - 0.5) - 1e-6]
-    assert not any(is_good(t) for t in nearer if ((score >= t) != (score >= best)).any())
+    called = score.astype(np.float64) >= best
+    assert not any(is_good(t) for t in nearer if ((score.astype(np.float64) >= t) != called).any())
     # alike in the score's own type, in which NumPy compares it with a plain number
     same = score.dtype.type(best)
     np.testing.assert_array_equal(np.greater_equal(score, same), score.astype(np.float64) >= best)

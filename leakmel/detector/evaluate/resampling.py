@@ -504,9 +504,9 @@ class Generalisation(Resampled):
                 continue
             found = self.tested[g["by"]]
             rows.append(("by", f"{title}: {g['groups']:,} groups, {figures_text(found.detector)}"))
-            if (n := len(found.seeds)) > 1:
+            if len(found.seeds) > 1:
                 reach = found.seeds["balanced_accuracy"]
-                text = f"balanced accuracy {reach.min():.3f} to {reach.max():.3f} with {n} seeds of the folds"
+                text = f"balanced accuracy {reach.min():.3f} to {reach.max():.3f} with {len(reach)} seeds of the folds"
                 rows.append(("", text))
             simple = {f"{m.title} {m.figures['auc']:.3f}": m.figures["auc"] for m in found.baselines.values()}
             rows.append(("", f"AUC of baselines: {', '.join(simple)}"))
