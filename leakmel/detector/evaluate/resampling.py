@@ -433,8 +433,20 @@ def cross_validate(
 ) -> CrossValidation:  # raises UsageError, DataError, OutputError
     "Evaluate a detector by cross-validation: each recording is scored by a detector that was trained without its group."
     how = {"leak_label": leak_label, "kind": kind, "leave_out": leave_out, "legacy": legacy, "labels": labels}
-    times = (n_folds, seeds, n_draws, jobs, cluster)
-    with open_resampling("cross_validation", data, out, settings, device, progress, *times, **how) as run:
+    with open_resampling(
+        "cross_validation",
+        data,
+        out,
+        settings,
+        device,
+        progress,
+        n_folds,
+        seeds,
+        n_draws,
+        jobs,
+        cluster,
+        **how,
+    ) as run:
         groups = run.groups(group)
         scores, rows = run.scores(run.fits("", groups))
         return run.cross_validation(groups, scores[""], rows).written()
