@@ -54,10 +54,9 @@ def score_histogram(predictions: Predictions) -> "go.Figure":
         for k, (name, mine) in enumerate(parts)
     ]
     close = int((np.abs(table["score"] - threshold) < _NEAR_THRESHOLD).sum())
-    title = f"{int(table['leak'].sum()):,} of {len(table):,} recordings reach the threshold of {threshold:.3g}; {close:,} lie within {_NEAR_THRESHOLD:g} of it"
     fig = style.styled_figure(
         traces,
-        title,
+        f"{int(table['leak'].sum()):,} of {len(table):,} recordings reach the threshold of {threshold:.3g}; {close:,} lie within {_NEAR_THRESHOLD:g} of it",
         style.plain_text(str(predictions.rule)),
         height=300,
         barmode="stack",
@@ -120,9 +119,8 @@ def segment_features(
         read = read_wav(local[recording.path])
     if read.digest.encode() != bytes(recording.facts["digest"]):
         raise RecordingError("changed", "the file has changed since it was scored")
-    row = conform_recording(read, spec, predictions.length)[0]
-    part = row[some.start * spec.long_hop :][: covered_samples(some.stop - some.start, spec)]
-    rows, counts = cut_into_rows(part, spec)
+    row = conform_recording(read, spec, predictions.length)[0][some.start * spec.long_hop :]
+    rows, counts = cut_into_rows(row[: covered_samples(some.stop - some.start, spec)], spec)
     return np.concatenate(
         [x[:n] for x, n in zip(log_mel(rows, spec, engine="reference"), counts, strict=True)]
     )
@@ -169,22 +167,25 @@ def training_report(
     cross_validation: CrossValidation | None = None,
 ) -> Path:  # raises OutputError, SpaceError
     "Write the report of a training."
-    verdict = "The detector was not evaluated on test recordings."
-    ok = None
-    sections = [Section("Summary", [result])]
+    lines = ["The detector was not evaluated on test recordings."]
+    sections = list[Section]()
+    if evaluation is not None:
+        lines = [evaluation.finding]
+        sections = evaluation.sections()
+    if cross_validation is not None:
+        sections.append(Section("Cross-validation", [*cross_validation.plots().values(), cross_validation]))
     if result.epochs:
         curves = learning_curves(result.epochs, result.best_epoch)
-        sections.append(Section("Learning curves", [curves, result.history[_CURVES].round(4)]))
-    for title, found in (("Cross-validation", cross_validation), ("Evaluation", evaluation)):
-        if found is not None:
-            sections.append(Section(title, [found, *found.plots().values()]))
-    if evaluation is not None:
-        verdict = str(evaluation.verdict)
-        ok = evaluation.beats
-    if stamp := result.summary["stamp"]:
-        verdict = f"{stamp}\n{verdict}"
-        ok = None
-    return write_report(path, f"Training of {show_path(result.model_path)}", verdict, sections, ok=ok)
+        sections.append(Section("Learning curves", [curves, result.history[_CURVES]]))
+    sections.append(Section("Training", [result]))
+    stamp = result.summary["stamp"]
+    return write_report(
+        path,
+        f"Training of {show_path(result.model_path)}",
+        "\n".join(dict.fromkeys(filter(None, [stamp, *lines]))),
+        sections,
+        ok=None if stamp or evaluation is None else evaluation.beats,
+    )
 
 # %% ../../nbs/detector/reports.ipynb #01f4f50d
 _MOST = 100  # recordings in a table
@@ -196,16 +197,21 @@ def cross_validation_report(found: CrossValidation, path: Path) -> Path:  # rais
     wrong = table[(table["score"] >= 0.5) != table["leak"]]
     wrong = wrong.sort_values("score", key=lambda score: -np.abs(score - 0.5), kind="stable").head(_MOST)
     sections = [
-        Section("Summary", [found]),
         Section("Figures", [*found.plots().values()]),
         Section(
             "Misclassified recordings, the worst first",
-            [wrong.reset_index(drop=True).round(3) if len(wrong) else "No recording was misclassified."],
+            [wrong.reset_index(drop=True) if len(wrong) else "No recording was misclassified."],
         ),
-        Section("Folds", [found.folds.round(3)]),
+        Section("Folds", [found.folds]),
+        Section("Details", [found]),
     ]
-    title = f"Cross-validation of a detector: {found.asked}"
-    return write_report(path, title, str(found.verdict), sections, ok=found.verdict.beats)
+    return write_report(
+        path,
+        f"Cross-validation of a detector: {found.asked}",
+        str(found.verdict).replace(": ", "\n", 1),
+        sections,
+        ok=found.verdict.beats,
+    )
 
 # %% ../../nbs/detector/reports.ipynb #9f544efb
 _SCORES = ["path", "label", "leak", "score", "leak_share", "n_segments", "scored_s", "status"]
@@ -217,19 +223,23 @@ def prediction_report(
     n_shown: int = 4,  # recordings whose spectrograms are drawn
 ) -> Path:  # raises OutputError, SpaceError
     "Write the report of a prediction."
-    text = predictions.text(full=True)
+    finding, *lines = predictions.text(10_000, full=True).splitlines()
+    details = (line for line in lines if not line.startswith(("  ", "next: ")))
     highest = predictions.table.sort_values("score", ascending=False, kind="stable")[
         [*_SCORES, "rms_db", "in_training"]
     ].head(_MOST)
     sections = [
-        Section("Summary", [text]),
-        Section("Recordings with the highest scores", [highest.reset_index(drop=True)]),
         Section("Spectrograms", [suspicious_mels(predictions, n_shown)]),
-        Section("Score distribution", [score_histogram(predictions), score_by_level(predictions)]),
+        Section("Scores and levels", [score_histogram(predictions), score_by_level(predictions)]),
+        Section("Recordings with the highest scores", [highest.reset_index(drop=True)]),
         Section(
             "Rejected files", [predictions.rejected if predictions.rejections else "No file was rejected."]
         ),
+        Section("Details", ["\n".join(details)]),
     ]
     return write_report(
-        path, f"Prediction for {show_path(predictions.folder)}", text.partition("\n")[0], sections
+        path,
+        f"Prediction for {show_path(predictions.folder)}",
+        f"{finding.partition(', the most suspicious')[0]}\nDetector: {predictions.summary['evaluation']}",
+        sections,
     )

@@ -335,8 +335,11 @@ def listed(
     paths: Sequence[bytes],  # relative to it
 ) -> RecordingList:
     "List given recordings of a folder or URL; those that do not exist are rejected when they are read."
-    listing = make_listing("", folder, [(p, 0, 0) for p in paths], [""] * len(paths), ("",), Naming())
-    return RecordingList(listing, np.full(len(paths), "", object), ParsedNames(list(paths)))
+    return RecordingList(
+        make_listing("", folder, [(p, 0, 0) for p in paths], [""] * len(paths), ("",), Naming()),
+        np.full(len(paths), "", object),
+        ParsedNames(list(paths)),
+    )
 
 # %% ../../nbs/extras/similar.ipynb #ac771532
 _BLOCK_BYTES = 16 << 20  # of rows that are read at once
@@ -546,6 +549,12 @@ class SimilarRecordings:
         "One row per neighbour: path, label, similarity, distance and duplicate."
         return pd.DataFrame(self.summary["neighbours"], columns=_COLUMNS)
 
+    @property
+    def finding(self) -> str:
+        "The labels of the neighbours, counted; a sentence without its end."
+        counts = ", ".join(f"{n} {name}" for name, n in self.summary["labels"].items())
+        return f"labels without duplicates: {counts}" if counts else "no neighbour has a label"
+
     def text(self) -> str:
         "Return the neighbours as text."
         s = self.summary
@@ -555,10 +564,9 @@ class SimilarRecordings:
             + (f"  duplicate: {n['duplicate']}" if n["duplicate"] else "")
             for n in s["neighbours"]
         ]
-        counts = ", ".join(f"{n} {name}" for name, n in s["labels"].items())
         lines = [
             f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}",
-            f"  labels without duplicates: {counts}" if counts else "  no neighbour has a label",
+            f"  {self.finding}",
             *near,
             *[f"  {s['rejected']:,} files could not be read and were not searched"] * bool(s["rejected"]),
         ]
@@ -578,8 +586,10 @@ class SimilarRecordings:
         mels = [_features_of(self.query, spec, self.length), *self._features(near)]
         longest = max(map(len, mels))
         mels = [np.pad(x, [(0, longest - len(x))] + [(0, 0)] * 3, constant_values=np.nan) for x in mels]
-        about = [", ".join(filter(None, (f"{n.similarity:.3f}", n.label, n.duplicate))) for n in near]
-        titles = [f"{text}  {show_path(n.path)}" for text, n in zip(about, near, strict=True)]
+        titles = [
+            f"{', '.join(filter(None, (f'{n.similarity:.3f}', n.label, n.duplicate)))}  {show_path(n.path)}"
+            for n in near
+        ]
         return mels_by_label(
             np.stack(mels),
             [f"query  {show_path(self.query)}", *titles],
@@ -587,7 +597,9 @@ class SimilarRecordings:
             long_start_s=np.arange(longest) * spec.long_hop / spec.sample_rate,
             short_start_s=np.arange(spec.row_shape[1]) * spec.short_hop / spec.sample_rate,
             hop_s=spec.hop_length / spec.sample_rate,
-        ).update_layout(title_text="The query and the most similar recordings")
+        ).update_layout(
+            title={"text": self.finding, "subtitle": {"text": "First the query; common colour scale"}}
+        )
 
     def _features(self, near: Sequence[Neighbour]) -> list[np.ndarray]:
         "Read the features of neighbours again, from the data sets or from the files."

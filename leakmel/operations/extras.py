@@ -391,7 +391,7 @@ class Review(Operation):
         command = lab_command(path, self.browser)
         status = 0
         if self.lab:
-            print_error(f"{show_path(path)}: run all cells; Ctrl-C here ends JupyterLab")
+            print_error(f"{show_path(path)} starts in the browser; Ctrl-C here ends JupyterLab")
             lab = start_process(command, path.parent, stdout=sys.stderr)
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # JupyterLab asks, and ends in its own time
             try:
@@ -454,9 +454,9 @@ class Similar(_Embedding):
         if page is not None:
             from leakmel.pages.page_figures import Section, write_report
 
-            sections = [Section("Recordings", [found.table]), Section("Spectrograms", [found.figure()])]
-            title = f"Recordings similar to {show_path(found.query.name)}"
-            write_report(page, title, found.text().partition("\n")[0], sections)
+            sections = [Section("Spectrograms", [found.figure()]), Section("Recordings", [found.table])]
+            head = found.text().partition("\n")[0]
+            write_report(page, "Similar recordings", f"{found.finding}\n{head}", sections)
             text += f"\nreport: {show_path(page)}"
         return Outcome(found, found.summary | {"html": page and show_path(page)}, text)
 
@@ -494,8 +494,12 @@ def correlation_page(found: Any, path: Path) -> Path:
     from leakmel.pages.page_figures import Section, write_report
 
     first, *rest = found.text().splitlines()
-    sections = [Section("Correlation", [found.figure()]), Section("Details", ["\n".join(rest)])]
-    return write_report(path, "Correlation of two loggers", first, sections)
+    return write_report(
+        path,
+        "Correlation of two loggers",
+        first.partition(": ")[2],
+        [Section("Correlation", [found.figure()]), Section("Details", ["\n".join(rest)])],
+    )
 
 
 @operation(
@@ -905,7 +909,7 @@ class Card(Operation):
         )
 
 
-@operation("page", words="export --page", example="leakmel export --page out.ipynb")
+@operation("page", words="export --page", example="leakmel export --page out.ipynb --no-code")
 class Page(Operation):
     "Write an executed notebook as one HTML file with interactive figures that needs no network."
 
@@ -913,11 +917,13 @@ class Page(Operation):
     notebook: str = option(positional=True)
     # HTML file (default: next to the notebook, with its name)
     out: str | None = option(None, metavar="FILE")
+    # leave out code, parameters, logs and the folders of this machine: a page for colleagues
+    code: bool = True
 
     def __call__(self, run: Run) -> Outcome:
         from leakmel.pages.page_figures import notebook_page
 
-        path, n_figures = notebook_page(self.notebook, self.out)
+        path, n_figures = notebook_page(self.notebook, self.out, code=self.code)
         return Outcome(path, {"path": show_path(path), "figures": n_figures}, show_path(path))
 
 # %% ../../nbs/operations/extras.ipynb #52155d09

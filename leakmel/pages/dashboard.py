@@ -162,8 +162,9 @@ class RunRecord:
 def modified_data_sets(run: RunRecord) -> tuple[str, ...]:
     "Return the data sets whose size differs from their report: they were changed after verification."
     sizes = {p.name: p.stat().st_size for p in run.data_sets}
-    reports = [(n, r) for n, r in run.reports.items() if n in sizes]
-    return tuple(n for n, r in reports if r.get("file_bytes", sizes[n]) != sizes[n])
+    return tuple(
+        n for n, r in run.reports.items() if n in sizes and r.get("file_bytes", sizes[n]) != sizes[n]
+    )
 
 # %% ../../nbs/pages/dashboard.ipynb #fcdf3c5b
 _NEEDED: dict[str, Any] = {  # type of each value in JSON
@@ -240,11 +241,12 @@ def runs_table(runs: Sequence[RunRecord]) -> str:
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     "Return the settings of the first data set of each run that differ, by name; None if a run has none."
-    settings = []
-    for run in runs:
-        first: dict[str, Any] = next(iter(run.reports.values()), {})
-        machine = {"machine": (first.get("machine") or {}).get("cpu")}
-        settings.append((first.get("spec") or {}) | first.get("pipeline", {}) | machine)
+    settings: list[dict[str, Any]] = [
+        (first.get("spec") or {})
+        | first.get("pipeline", {})
+        | {"machine": (first.get("machine") or {}).get("cpu")}
+        for first in (next(iter(run.reports.values()), {}) for run in runs)
+    ]
     columns = {n: [s.get(n) for s in settings] for own in settings for n in own}
     return {n: values for n, values in columns.items() if any(v != values[0] for v in values)}
 
@@ -281,10 +283,9 @@ def _facts(run: RunRecord) -> dict[str, dict[str, str]]:
         "limiting stage": " ".join(analyse(t).limit_text for t in run.distinct_timelines) or NOT_AVAILABLE,
         "page cache": run.values("cache"),
     }
-    counts = f"{run.total('rows'):,} rows + {run.total('rejected'):,} rejected"
     data = {
         "recordings": f"{size_text(run.total('source_bytes'))} in {run.values('root')}",
-        "rows": f"{counts} = {run.total('found'):,} files found",
+        "rows": f"{run.total('rows'):,} rows + {run.total('rejected'):,} rejected = {run.total('found'):,} files found",
         "rejected": run.counts("rejected_by_code") or "none",
         "labels": _distinct_values(name for r in reports for name in r.get("label_names", [])),
         "changed to fit": run.counts("status_counts") or "none",
@@ -293,9 +294,8 @@ def _facts(run: RunRecord) -> dict[str, dict[str, str]]:
     }
     m = reports[0].get("machine") or {}
     engine, device, mode, spec = map(run.values, ("engine", "device", "mode", "fingerprint"))
-    ram = f"{(m.get('ram_bytes') or 0) / 1e9:.0f} GB of RAM"
     machine = {
-        "processor": f"{m.get('cpu')}, {m.get('n_cores')} cores, {ram}",
+        "processor": f"{m.get('cpu')}, {m.get('n_cores')} cores, {(m.get('ram_bytes') or 0) / 1e9:.0f} GB of RAM",
         "GPU": m.get("gpu") or "none",
         "engine": f"{engine} on {device}, mode {mode}, fingerprint {spec}",
     }
@@ -314,8 +314,7 @@ def _file_fact(run: RunRecord, name: str) -> str:
     if report is None:
         return f"{size}; no report next to it"
     if name in modified_data_sets(run):
-        said = f"but the report says {size_text(report['file_bytes'])}"
-        return f"{size}, {said}: the file was changed after verification (run `leakmel verify`)"
+        return f"{size}, but the report says {size_text(report['file_bytes'])}: the file was changed after verification (run `leakmel verify`)"
     speed = f"{report['kept_rows']:,} rows reused" if report.get("kept_rows") else rate_text(report)
     return f"{report['rows']:,} rows, {size}; {speed}; {report['verified'].get('verdict', NOT_AVAILABLE)}"
 
@@ -323,7 +322,7 @@ def _file_fact(run: RunRecord, name: str) -> str:
 _CARD = (
     "<div style='padding:2px 12px;border-left:6px solid "
     """{{ "#7a7a7a" if card.ok is none else "#2e8b57" if card.ok else "#c0392b" }}'>"""
-    "<div style='font-size:120%;font-weight:bold'>{{ card.title }}</div><table style='border-collapse:collapse'>"
+    "{% if card.title %}<div style='font-size:120%;font-weight:bold'>{{ card.title }}</div>{% endif %}<table style='border-collapse:collapse'>"
     "{% for name, facts in card.blocks.items() %}"
     "<tr><th colspan='2' style='text-align:left;padding-top:8px'>{{ name }}</th></tr>{% for key, value in facts %}"
     "<tr><td style='text-align:right;opacity:.7;white-space:nowrap;vertical-align:top;padding-right:10px'>{{ key }}</td>"
@@ -364,8 +363,9 @@ def run_card(run: RunRecord) -> Card:
     elif reports:
         title = "NOT verified"
     blocks = _facts(run) if reports else {"run": {"folder": show_path(run.folder)}}
-    names = dict.fromkeys([*run.reports, *(p.name for p in run.data_sets)])
-    blocks["data sets"] = {show_path(n): _file_fact(run, n) for n in names}
+    blocks["data sets"] = {
+        show_path(n): _file_fact(run, n) for n in (*run.reports, *(p.name for p in run.data_sets))
+    }
     return Card(title, {name: list(facts.items()) for name, facts in blocks.items()}, ok)
 
 
@@ -392,8 +392,10 @@ NO_TIMELINE = "No analysis: the folder holds no report with a timeline."
 def advice(run: RunRecord) -> str:
     "Return the bottleneck analysis of a run, a paragraph each time that it was built."
     reports = [(run.timelines.get(n), r) for n, r in run.reports.items()]
-    texts = [analysis_text(t, [r for own, r in reports if own is t]) for t in run.distinct_timelines]
-    return "\n\n".join(texts) or NO_TIMELINE
+    return (
+        "\n\n".join(analysis_text(t, [r for own, r in reports if own is t]) for t in run.distinct_timelines)
+        or NO_TIMELINE
+    )
 
 
 def stage_reports(run: RunRecord) -> str:
@@ -430,8 +432,9 @@ def _figure_of_file(path: Path | None, draw: "Callable[[MelDataset], go.Figure]"
         with open_dataset(path) as ds:
             return draw(ds)
     except _UNREADABLE as e:
-        note = f"{plots.plain_text(path.name)}: {plots.plain_text(str(e)[:100])}"
-        return plots.styled_figure([], "No recording can be shown", note, height=120)
+        return plots.styled_figure(
+            [], "No recording can be shown", plots.plain_text(f"{path.name}: {str(e)[:100]}"), height=120
+        )
 
 
 def spectra_figure(
@@ -476,16 +479,20 @@ def build_report(results: Sequence[BuildResult], path: Path) -> Path:
     with open_dataset(results[0].path) as ds:
         levels = plots.level_by_label(ds.files["rms_db"], [ds.class_names[i] for i in ds.labels])
         typical = [f"{name}: {show_path(ds.files['path'][row])}" for name, row in ds.typical_rows().items()]
+    run, data, machine, files = (Card("", {name: facts}) for name, facts in card.blocks.items())
     sections = [
-        Section("Summary", [card]),
+        Section("Spectrograms", [mel_pictures(results[0].path), "\n".join(typical)]),
+        Section("Levels", [levels]),
+        Section("Recordings", [data, files, *notes]),
         Section("Rejected recordings", [rejected_card(results)]),
-        Section("Problems of the recordings", [*notes, levels]),
-        Section("Run time", [analysis_text(timeline, [r.summary for r in results])]),
         Section(
-            "Stages",
-            [plots.exclusive_bar(timeline), plots.batch_timeline(timeline), plots.utilization(timeline)],
+            "Run time",
+            [
+                analysis_text(timeline, [r.summary for r in results]),
+                *(f(timeline) for f in (plots.exclusive_bar, plots.batch_timeline, plots.utilization)),
+            ],
         ),
-        Section("Example spectrograms", ["\n".join(typical), mel_pictures(results[0].path)]),
+        Section("Machine and settings", [run, machine]),
     ]
     return write_report(
         path, f"Build of {show_path(results[0].path.parent)}", card.title, sections, ok=card.ok

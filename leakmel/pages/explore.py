@@ -117,8 +117,7 @@ def recordings_of_scan(manifest: Manifest) -> Recordings:
         for path, status in zip(shown, manifest.table["status"], strict=True)
     ]
     flags: list[Any] = [tuple(dict.fromkeys(word for word in x if word not in ("", "ok"))) for x in words]
-    has_label = np.concatenate([listing.label_ids for listing in manifest.listings]) >= 0
-    usable = (manifest.table["code"] == "") & has_label
+    usable = (manifest.table["code"] == "") & (np.concatenate([x.label_ids for x in manifest.listings]) >= 0)
     if not usable.any():
         raise DataError(
             "the folder contains no usable recording",
@@ -224,8 +223,9 @@ class Explorer:
         self.spec = spec = MelSpec.preset(name, **held | settings)
         # a setting with the value of the preset is no change
         plain = preset_values(spec.preset_name, spec.sample_rate)
-        differing = {k: v for k, v in settings.items() if k in _INPUT_FIELDS or getattr(spec, k) != plain[k]}
-        self.changes = {"preset": spec.preset_name} | differing
+        self.changes = {"preset": spec.preset_name} | {
+            k: v for k, v in settings.items() if k in _INPUT_FIELDS or getattr(spec, k) != plain[k]
+        }
 
     def select(self, first: int = 0, stop: int | None = None) -> None:
         "Select long segments from `first` to before `stop`; None: to the end."
@@ -279,15 +279,19 @@ def mel_columns(
     times = (starts + spec.n_fft / 2) / spec.sample_rate
     each = -(-len(starts) // MAX_COLUMNS)
     first = np.arange(0, len(starts), each)
-    middle = np.minimum(first + each // 2, len(starts) - 1)
-    return times[middle], np.maximum.reduceat(flat, first, axis=1), starts
+    return (
+        times[np.minimum(first + each // 2, len(starts) - 1)],
+        np.maximum.reduceat(flat, first, axis=1),
+        starts,
+    )
 
 
 def loudest_hz(samples: np.ndarray, spec: MelSpec, starts: np.ndarray) -> float:
     "Return the FFT bin between the limits of the mel bands that has the highest mean magnitude over at most 512 frames."
-    even = starts[:: -(-len(starts) // 512)]
-    windows = np.lib.stride_tricks.sliding_window_view(as_float(samples), spec.n_fft)[even]
-    levels = np.abs(np.fft.rfft(windows * hann_periodic(spec.n_fft))).mean(axis=0)
+    windows = np.lib.stride_tricks.sliding_window_view(as_float(samples), spec.n_fft)
+    levels = np.abs(np.fft.rfft(windows[starts[:: -(-len(starts) // 512)]] * hann_periodic(spec.n_fft))).mean(
+        axis=0
+    )
     hz = np.fft.rfftfreq(spec.n_fft, 1 / spec.sample_rate)
     return float(hz[np.where((hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz), levels, -1).argmax()])
 
@@ -412,8 +416,11 @@ def playback_part(state: Explorer, louder: bool = False) -> tuple[bytes, str]:
     """
     listing, k = state.facts["place"]
     start_s, stop_s = (n / state.spec.sample_rate for n in sample_range(state.spec, state.segments))
-    part_s = start_s, min(stop_s, start_s + MAX_PLAYED_S)
-    wav, text = playback(read_wav(listing.full_path(k)), part_s=part_s, normalised=louder)
+    wav, text = playback(
+        read_wav(listing.full_path(k)),
+        part_s=(start_s, min(stop_s, start_s + MAX_PLAYED_S)),
+        normalised=louder,
+    )
     return wav, text if louder else f"{text}, at the recorded level"
 
 # %% ../../nbs/pages/explore.ipynb #467e46a0
@@ -515,14 +522,11 @@ def _button(text: str, width: str, act: Callable[[], object], **look: Any) -> An
 
 
 _SETTINGS = (*_LENGTHS, "n_mels", "power", "range")
-_ROWS = (
-    FILTERS,
-    ("position", "previous", "next", "louder"),
-    ("preset", "sample_rate", "power"),
-    tuple(_LENGTHS),
-    ("n_mels", "range"),
-    ("long",),
-)
+_ROWS = (("position", "previous", "next"), ("label", "preset"))
+_FOLDED = {
+    "More filters, sound and segments": (("split", "sensor", "flag"), ("long", "louder")),
+    "More settings of the features": (("sample_rate", "power"), tuple(_LENGTHS), ("n_mels", "range")),
+}
 
 
 class Controls:
@@ -577,7 +581,11 @@ class Controls:
         for name, widget in self.widgets.items():
             widget.observe(lambda change, name=name: self._changed(name, change["new"]), "value")
         layout = w.Layout(flex_flow="row wrap", width="100%", align_items="center")
-        self.box = w.VBox([w.HBox([self.widgets[name] for name in row], layout=layout) for row in _ROWS])
+        first, *folded = (
+            w.VBox([w.HBox([self.widgets[name] for name in row], layout=layout) for row in rows])
+            for rows in (_ROWS, *_FOLDED.values())
+        )
+        self.box = w.VBox([first, w.Accordion(folded, titles=tuple(_FOLDED))])
 
     def _shown(self) -> dict[str, dict[str, Any]]:
         "Traits of the widgets as the state has them; limits come before values."
@@ -715,8 +723,10 @@ class ExploreView:
             control=partial(_button, "write the spec file", "230px", self.write, button_style="primary"),
         )
         how = "the button" if self.controls else "view.write()"
-        text = f"Not written yet; {how} writes the settings to {show_path(self.spec_path)}"
-        self._show("written", status_line(text))
+        self._show(
+            "written",
+            status_line(f"Not written yet; {how} writes the settings to {show_path(self.spec_path)}"),
+        )
 
     @property
     def spec_path(self) -> Path:
@@ -748,8 +758,9 @@ class ExploreView:
                     error = str(e)
         self._show("line", status_line(_spec_text(state), error))
         if self.split_shown and self.split_shown[:2] != (spec, state.facts["split"]):
-            text = f"{self.split_shown[2]}. The spec or the split has changed since."
-            self._show("split_line", status_line(text))
+            self._show(
+                "split_line", status_line(f"{self.split_shown[2]}. The spec or the split has changed since.")
+            )
 
     def recompute(self) -> None:
         "Compute the mean spectra of the split; on an error the last figure stays."

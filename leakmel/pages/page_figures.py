@@ -12,12 +12,14 @@ import hashlib
 import json
 import math
 import os
+import re
 import shlex
 import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,10 +37,24 @@ PLOTLY = "application/vnd.plotly.v1+json"
 _FIGURE = """<div data-figure="{name}" class="plotly-figure" style="height:{height}px"></div>
 <script>(function () {{
   var figure = {figure};
+  function fitted(width) {{  // the layout: titles as wide as the figure, and no legend over a narrow one
+    var layout = JSON.parse(JSON.stringify(figure.layout)), title = layout.title || {{}}, below = {{orientation: "h", x: 0, xanchor: "left", y: 0}};
+    [[title, 10, 21], [title.subtitle || {{}}, 7.5, 15]].forEach(function (part) {{
+      var text = part[0].text || "", lines = text.split(/<br>| /).reduce(function (lines, word) {{
+        var longer = lines.length && lines[lines.length - 1] + " " + word;
+        return longer && longer.length * part[1] <= width ? lines.slice(0, -1).concat(longer) : lines.concat(word);
+      }}, []), more = part[2] * (lines.length - text.split("<br>").length);
+      if (text && layout.margin) {{ part[0].text = lines.join("<br>"); layout.height += more; layout.margin.t += more; }}
+    }});
+    if (width < 520 && layout.legend) Object.assign(layout.legend, below, {{yanchor: "bottom", yref: "container"}});
+    return layout;
+  }}
   function draw() {{
     Promise.resolve(window.Plotly || (window.leakmelPlotly && window.leakmelPlotly())).then(function (plotly) {{
       document.querySelectorAll("[data-figure='{name}']").forEach(function (place) {{
-        if (plotly) plotly.newPlot(place, figure.data, figure.layout, {{responsive: true, displaylogo: false}});
+        var layout = fitted(place.clientWidth - 30);
+        if (layout.height) place.style.height = layout.height + "px";
+        if (plotly) plotly.newPlot(place, figure.data, layout, {{responsive: true, displaylogo: false}});
         else place.textContent = "The script that draws this figure is missing. Run the notebook again, or write a page by leakmel export --page NOTEBOOK.";
       }});
     }});
@@ -53,8 +69,11 @@ def figure_html(
 ) -> str:
     "Return a figure as HTML; the page must hold `plotly_script`, or load plotly's script."
     layout = figure.get("layout") or {}
-    kept = {"data": figure["data"], "layout": layout}
-    text = json.dumps(kept, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")
+    text = (
+        json.dumps({"data": figure["data"], "layout": layout}, separators=(",", ":"))
+        .replace("</", "<\\/")
+        .replace("<!--", "<\\!--")
+    )
     name = hashlib.sha1(text.encode()).hexdigest()[:12]
     return _FIGURE.format(name=name, figure=text, height=int(layout.get("height") or 450))
 
@@ -116,12 +135,14 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 
 def html_figures(
     notebook: Any,  # of nbformat; changed in place
+    logs: bool = True,  # False: remove them
 ) -> int:  # figures
     "Replace the figures of an executed notebook by HTML, and remove its widgets and the copy of plotly's script that `embed_plotly` stored."
     notebook.metadata.pop("widgets", None)
     n_figures = 0
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
-        cell.outputs = [o for o in cell.outputs if _SCRIPT not in o.get("data", {}).get("text/html", "")]
+        kept = (o for o in cell.outputs if logs or o.get("name") != "stderr")
+        cell.outputs = [o for o in kept if _SCRIPT not in o.get("data", {}).get("text/html", "")]
         for o in (o for o in cell.outputs if "data" in o):
             o.data.pop(VIEW, None)  # the text that Jupyter stores with a widget remains
             if PLOTLY in o.data:
@@ -130,6 +151,20 @@ def html_figures(
     return n_figures
 
 # %% ../../nbs/pages/page_figures.ipynb #b472532b
+def without_folders(page: str) -> str:
+    "Name files of this machine by their paths from the working folder, or by their last names: a page is for others."
+    here = os.getcwd()
+    longest = sorted({here, str(Path.home())}, key=len, reverse=True)
+    known = "|".join(re.escape(top) for top in (*longest, *map("/".__add__, os.listdir("/"))) if len(top) > 1)
+    return re.sub(
+        # not in base64, a tag, a URL or a relative path
+        rf"(?<![\w+/.~<])(?:file://)?({known})(?![\w.-])((?:/[^\s/\"'<>\\,;:|&()]+)*)/?",
+        lambda m: m[2][1:] if m[1] == here and m[2] else m[1 + bool(m[2])].rpartition("/")[2],
+        page,
+    )
+
+
+_FOR_THE_USER = ("## Report", "## Summary as JSON", "## Other parameters")  # begin the end of a run notebook
 _STYLE = "<style>body { max-width: 76rem; margin: 0 auto; padding: 0 1rem; } .plotly-figure { width: 100%; }</style>"
 # nbconvert's links to scripts on the internet
 _SCRIPTS = ("mathjax_url", "require_js_url", "jquery_url", "widget_renderer_url", "mermaid_js_url")
@@ -138,6 +173,8 @@ _SCRIPTS = ("mathjax_url", "require_js_url", "jquery_url", "widget_renderer_url"
 def notebook_page(
     path: str | os.PathLike,  # executed notebook
     out: str | os.PathLike | None = None,  # HTML file; None: next to the notebook, with its name
+    *,
+    code: bool = True,  # False, for colleagues: no code, parameters, logs, instructions, or folders of this machine
 ) -> tuple[Path, int]:  # the page, and its figures; raises DataError, OutputError
     "Write an executed notebook as one HTML file that works without a network."
     import nbformat
@@ -155,7 +192,7 @@ def notebook_page(
     try:
         notebook = nbformat.read(source, as_version=4)
         has_outputs = any(c.get("outputs") for c in notebook.cells)
-        n_figures = html_figures(notebook)
+        n_figures = html_figures(notebook, logs=code)
     except OSError as e:
         reason, remedy = explain(e, source)
         raise DataError(
@@ -181,9 +218,16 @@ def notebook_page(
         )
     about = {"metadata": {"name": source.stem, "path": str(source.parent)}}
     exporter = HTMLExporter(embed_images=True, **dict.fromkeys(_SCRIPTS, ""))
+    if not code:
+        exporter.exclude_input = exporter.exclude_output_prompt = True
+        notebook.cells = [*takewhile(lambda cell: not cell.source.startswith(_FOR_THE_USER), notebook.cells)]
+        for first in notebook.cells[:1]:  # title and tagline; how to run it follows
+            first.source = "\n\n".join(first.source.split("\n\n")[:2])
     body, _ = exporter.from_notebook_node(notebook, about)
     head = f"{_STYLE}\n{plotly_script() if n_figures else ''}\n</head>"
-    return write_run_file(target, body.replace("</head>", head, 1)), n_figures
+    return write_run_file(
+        target, (body if code else without_folders(body)).replace("</head>", head, 1)
+    ), n_figures
 
 # %% ../../nbs/pages/page_figures.ipynb #re5a1102
 _VIRIDIS = ("440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962", "addc30", "fde725")
@@ -229,25 +273,33 @@ def filled(
     return _template(template).render(values)
 
 
-_MARK = "<meta name='generator' content='leakmel'>"
 _REPORT = """<!doctype html>
-<html lang='en'><head><meta charset='utf-8'>{{ mark }}<meta name='viewport' content='width=device-width'><title>{{ title }}</title>
+<html lang='en'><head><meta charset='utf-8'><meta name='generator' content='leakmel'>
+<meta name='viewport' content='width=device-width'><title>{{ lines[0] }}</title>
 <style>body { max-width: 76rem; margin: 0 auto; padding: 0 1rem 3rem; font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
-.verdict { border-left: 6px solid #7a7a7a; padding: .4rem .8rem; font-size: 1.15rem; font-weight: bold; background: #f4f4f4; white-space: pre-line; }
-.verdict.ok { border-color: #2e8b57; } .verdict.failed { border-color: #c0392b; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
-section { overflow-x: auto; } table.dataframe { border-collapse: collapse; font-size: 13px; border: 0; }
-.dataframe th, .dataframe td { border: 0; border-bottom: 1px solid #ddd; padding: 2px 8px; text-align: right; }
-.plotly-figure { width: 100%; } footer { margin-top: 3rem; color: #7a7a7a; font-size: 13px; }</style>{{ script }}</head><body>
-<h1>{{ title }}</h1>
-<p class='verdict{{ '' if ok is none else ' ok' if ok else ' failed' }}'>{{ verdict }}</p>
-{%- for section in sections %}
-<h2>{{ section.title }}</h2>
-<section>{% for content in section.contents %}{{ shown(content) }}
-{% endfor %}</section>
+header { border-left: 6px solid #7a7a7a; padding: .3rem 1rem; margin-top: 1.2rem; background: #f4f4f4; overflow-wrap: anywhere; }
+header p { margin: .3rem 0; } header p:first-child, footer { color: #666; font-size: 13px; }
+header.ok { border-color: #2e8b57; } header.failed { border-color: #c0392b; } .plotly-figure { width: 100%; } footer { margin-top: 3rem; }
+h1 { font-size: clamp(1.25rem, 4vw, 1.7rem); line-height: 1.25; margin: .2rem 0 .5rem; } .sentence::first-letter { text-transform: uppercase; }
+h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; } summary h2 { display: inline-block; cursor: pointer; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; } table { font-size: 13px; }
+section { overflow-x: auto; } table.dataframe { border-collapse: collapse; border: 0; font-variant-numeric: tabular-nums; }
+.dataframe th, .dataframe td { border: 0; border-bottom: 1px solid #ddd; padding: 2px 8px; text-align: right; white-space: nowrap; }
+.dataframe tr > :first-child { text-align: left; }</style></head><body>
+{%- macro sentence(text) %}{% if "/" not in text.split(" ")[0] %} class='sentence'{% endif %}{% endmacro %}
+<header class='{{ '' if ok is none else 'ok' if ok else 'failed' }}'><p>{{ title }}</p>
+<h1{{ sentence(lines[0]) }}>{{ lines[0] }}</h1>
+{%- for line in lines[1:] %}
+<p{{ sentence(line) }}>{{ line }}</p>
 {%- endfor %}
-<footer>leakmel {{ version }}</footer>
+</header>
+{%- for section in sections %}
+{%- set tag = 'details' if section.folded else 'section' %}
+<{{ tag }}>{% if section.folded %}<summary>{% endif %}<h2>{{ section.title }}</h2>{% if section.folded %}</summary>{% endif %}
+{%- for content in section.contents %}{{ shown(content) }}
+{% endfor %}</{{ tag }}>
+{%- endfor %}
+<footer>leakmel {{ lm.__version__ }}</footer>
 </body></html>
 """
 
@@ -258,6 +310,7 @@ class Section:
 
     title: str
     contents: Sequence[Any]  # figures of plotly, objects with `_repr_html_`, or text
+    folded: bool = False  # closed until it is clicked; without figures
 
 
 def _shown(content: Any) -> Markup:
@@ -267,38 +320,33 @@ def _shown(content: Any) -> Markup:
     if hasattr(content, "to_html"):  # a table of pandas
         import pandas as pd
 
+        look = {"border": 0, "index": not isinstance(content.index, pd.RangeIndex), "na_rep": ""}
         with pd.option_context("display.max_colwidth", None):
-            return Markup(content.to_html(max_rows=200, border=0))
+            return Markup(content.to_html(max_rows=200, float_format="{:.4g}".format, **look))
     shown = content._repr_html_() if hasattr(content, "_repr_html_") else None
     return Markup(shown) if shown else Markup("<pre>{}</pre>").format(str(content))
 
 
 def is_report(f: BinaryIO) -> bool:  # open for reading
-    "Whether a file is a report of leakmel."
-    return _MARK.encode() in f.read(500)
+    "Whether a file is a report of leakmel; release 0.1.0 began those of evaluations otherwise."
+    begin = f.read(500)
+    return b"<meta name='generator' content='leakmel'>" in begin or begin.startswith(
+        b"<!doctype html><meta charset='utf-8'><title>"
+    )
 
 
 def write_report(
     path: Path,  # HTML file
-    title: str,
-    verdict: str,  # result of the run, one sentence
+    title: str,  # what was done
+    verdict: str,  # result of the run: its first line is the title of the page, the others follow it
     sections: Sequence[Section],
     *,
     ok: bool | None = None,  # colour of the verdict; None: neutral
 ) -> Path:  # raises OutputError, SpaceError
     "Write the report of a run as one HTML file that works without a network."
-    page = filled(
-        _REPORT,
-        mark=Markup(_MARK),
-        script=Markup(plotly_script()),
-        version=lm.__version__,
-        title=title,
-        verdict=verdict,
-        ok=ok,
-        sections=sections,
-        shown=_shown,
-    )
-    return write_run_file(path, page)
+    lines = verdict.splitlines()
+    page = filled(_REPORT, lm=lm, title=title, lines=lines, ok=ok, sections=sections, shown=_shown)
+    return write_run_file(path, without_folders(page).replace("</head>", f"{plotly_script()}</head>", 1))
 
 # %% ../../nbs/pages/page_figures.ipynb #d865fe6d
 PLAYBACK_DB = -20.0  # RMS re full scale
@@ -421,12 +469,11 @@ def spectrogram_svg(
     low, high = np.percentile(levels, 5), levels.max()
     grey = np.clip((levels - low) / max(high - low, 1e-6) * 255, 0, 255).astype(np.uint8)[::-1]
     n = max(1, -(-len(segment_scores) // MAX_BARS))
-    bars = [max(segment_scores[k : k + n]) for k in range(0, len(segment_scores), n)]
     return filled(
         _SVG,
         url=f"data:image/png;base64,{base64.b64encode(png_bytes(grey)).decode()}",
         wide=_WIDTH,
-        bars=bars if segment_s > 0 else [],
+        bars=[max(segment_scores[k : k + n]) for k in range(0, len(segment_scores) * (segment_s > 0), n)],
         step_s=n * segment_s,
         threshold=threshold,
         duration_s=duration_s,

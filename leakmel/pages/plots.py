@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from leakmel.core.comparison import likely_leaks
 from leakmel.core.errors import DataError, show_path
 from leakmel.core.timeline import (
     STAGES,
@@ -74,8 +75,15 @@ def plain_text(text: str) -> str:
 
 
 def label_colour(k: int) -> str:
-    "Return the colour of label number k, sorted by name."
+    "Return colour number k."
     return LABEL_COLORS[k % len(LABEL_COLORS)]
+
+
+def label_colours(labels: Sequence[str]) -> list[str]:
+    "Return a colour for each label: that of leaks is the one that scores of leaks have too."
+    leaks = likely_leaks(labels)
+    at = labels.index(leaks[0]) if len(leaks) == 1 else 1
+    return [label_colour({at: 1, 1: at}.get(k, k)) for k in range(len(labels))]
 
 # %% ../../nbs/pages/plots.ipynb #d06c4efc
 # characters of a line of 660 pixels in DejaVu Sans, the widest of the usual fonts, at 16 and 12 pixels
@@ -273,8 +281,8 @@ def mels_by_label(
         }
     )
     note = "One recording per label, mel bands at their centre frequencies, common colour scale"
-    levels = np.round(np.median(flat, axis=(1, 2))) + 0.0  # without the sign of zero
-    medians = sorted(zip(levels, names, strict=True))
+    # 0.0: without the sign of zero
+    medians = sorted(zip(np.round(np.median(flat, axis=(1, 2))) + 0.0, names, strict=True))
     ends = " to ".join(f"{level:.0f} dB ({name})" for level, name in (medians[0], medians[-1]))
     fig = apply_style(fig, f"Median level from {ends}", note, 130 + 190 * n_rows)
     return fig.update_layout(margin={"t": fig.layout.margin.t + 20})
@@ -298,7 +306,7 @@ def level_by_label(
     edges = np.arange(first, last + 2) * LEVEL_STEP_DB
     found, label_id = np.unique(np.asarray(labels, dtype=str)[has_level], return_inverse=True)
     traces: list[Trace] = []
-    for k, name in enumerate(found):
+    for k, (name, colour) in enumerate(zip(found, label_colours(found.tolist()), strict=True)):
         mine = level[label_id == k]
         share = 100 * np.histogram(mine, edges)[0] / len(mine)
         width = 2 + 1.5 * min(len(found) - 1 - k, 4)  # a covered line stays visible next to the upper one
@@ -309,7 +317,7 @@ def level_by_label(
                 "x": f32([edges[0], *edges]),
                 "y": f32([0, *share, 0]),
                 "mode": "lines",
-                "line": {"shape": "hv", "color": label_colour(k), "width": width},
+                "line": {"shape": "hv", "color": colour, "width": width},
                 "hovertemplate": "%{y:.1f} % at %{x:.0f} dB",
             }
         )
@@ -348,7 +356,7 @@ def classes_by_split(
     ends = dict.fromkeys(str(split) for split in (share.idxmin(), share.idxmax()))
     return _divided_bars(
         {str(label): counts[label].to_numpy() for label in counts},
-        [label_colour(k) for k in range(counts.shape[1])],
+        label_colours(counts.columns.tolist()),
         "%{x:,}",
         f"{largest} is " + " and ".join(f"{share[split]:.0f} % of {split}" for split in ends),
         f"{len(labels):,} recordings",
@@ -389,7 +397,7 @@ def spectrum_by_label(
     shown = [plain_text(name) for name in kept]
     shades: list[Trace] = []
     lines: list[Trace] = []
-    for k, name in enumerate(kept):
+    for k, (name, colour) in enumerate(zip(kept, label_colours(kept), strict=True)):
         own = spectra[of_row == name]
         low, high = np.quantile(own, (0.1, 0.9), axis=0)
         line: Trace = {"type": "scatter", "mode": "lines" if len(hz) > 1 else "markers", "legendgroup": name}
@@ -398,7 +406,7 @@ def spectrum_by_label(
             "y": f32([*low, *high[::-1]]),
             "line": {"width": 0},
             "fill": "toself",
-            "fillcolor": label_colour(k),
+            "fillcolor": colour,
             "opacity": 0.2,
             "showlegend": False,
             "hoverinfo": "skip",
@@ -407,7 +415,7 @@ def spectrum_by_label(
             "name": f"{shown[k]} ({len(own):,})",
             "x": f32(hz),
             "y": f32(own.mean(0)),
-            "line": {"color": label_colour(k), "width": 2.2, "dash": _DASHES[k % len(_DASHES)]},
+            "line": {"color": colour, "width": 2.2, "dash": _DASHES[k % len(_DASHES)]},
             "hovertemplate": "%{fullData.name}: %{y:.1f} dB at %{x:,.0f} Hz<extra></extra>",
         }
         shades.append(line | area)
@@ -554,5 +562,5 @@ def utilization(timeline: Timeline) -> "go.Figure":
         (mean(timeline.samples, "cpu_percent"), 0.01, f"{{:.1f}} of {n_cores} cores busy on average"),
         (peak(timeline.samples, "rss_bytes"), 1e-6, "{:,.0f} MB of RAM at most"),
     )
-    findings = [text.format(factor * value) for value, factor, text in figures if value is not None]
-    return apply_style(fig, ", ".join(findings) or "Load of the machine", subtitle, 150 + 110 * len(rows))
+    title = ", ".join(text.format(factor * value) for value, factor, text in figures if value is not None)
+    return apply_style(fig, title or "Load of the machine", subtitle, 150 + 110 * len(rows))

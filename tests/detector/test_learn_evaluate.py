@@ -720,6 +720,9 @@ def test_evaluation_summary_report_table_and_files(sets, split, tmp_path):
     page = written["evaluation.html"].read_text()
     assert page.count("Level only") > 2
     assert "http-equiv" not in page
+    assert page.index("false alarms") < page.index("</h1>") or e.leaky
+    assert page.index("Misclassified recordings") < page.index("Comparison with baselines")
+    assert str(tmp_path) not in page
     assert set(e.save(tmp_path / "small", plots=False)) == {"summary.json", "report.txt", "recordings.csv"}
     (tmp_path / "file").write_text("")
     with raises("not-a-folder", OutputError):

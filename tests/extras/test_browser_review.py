@@ -10,15 +10,16 @@ from typing import Any
 
 import psutil
 import pytest
-from lab import ERRORS, jupyter_lab, open_notebook, run_all, with_parameters
+from lab import ERRORS, jupyter_lab, open_notebook, run_all
 from made_detectors import made_detector
 
+from leakmel.extras.review.review import review_parameters, write_review
 from leakmel.recordings.demo import write_demo
 from leakmel.recordings.labels import Decision, read_decisions
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.site, pytest.mark.slow]
-VIEWPORT = {"width": 1500, "height": 1250}
+VIEWPORT = {"width": 1440, "height": 900}
 N = 60
 GIVES = {"l": "LEAK", "n": "NOLEAK", "u": "?", "s": ""}
 FACTS = "[...document.querySelectorAll('.lm-token')].map(e => e.dataset.at).at(-1)"
@@ -31,10 +32,10 @@ def project(tmp_path_factory) -> Path:
     shutil.copy(ROOT / "settings.ini", folder)
     write_demo(folder / "heard", n_files=80, faults=True)
     made_detector().save(folder / "model.pt")
-    given = {"data_root": str(folder / "heard"), "model": str(folder / "model.pt"), "queue": "random"}
-    with_parameters(
-        folder, "review.ipynb", **given, n=N, labels=str(folder / "labels.csv"), by="ann", device="cpu"
+    given = review_parameters(
+        str(folder / "heard"), str(folder / "model.pt"), [], "random", str(folder / "labels.csv"), "ann", N
     )
+    write_review(given | {"device": "cpu"}, str(folder / "nbs"))
     return folder
 
 
@@ -60,6 +61,8 @@ def begin(page: Any) -> None:
     "Run the notebook, and wait for the page."
     run_all(page)
     page.wait_for_function(f"{FACTS} !== undefined", timeout=90_000)
+    assert not page.locator(".jp-Notebook .cm-content").first.is_visible(), "the parameters are hidden"
+    assert page.locator(".lm-recording audio").first.bounding_box()["y"] < 850
 
 
 def kernel_of(project: Path) -> psutil.Process:

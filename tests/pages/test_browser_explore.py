@@ -77,10 +77,14 @@ def test_explore_in_jupyterlab(lab, watched, project):
         assert page.locator(ERRORS).all_text_contents() == []
         assert page.locator("audio").count() == 1
 
+        shown = page.locator(".jupyter-widgets .widget-label:visible").all_text_contents()
+        assert shown == ["recording", "label", "preset"], "the others are folded away"
+        page.get_by_text("More filters").click()
         widget(page, "flag").locator("select").select_option(label="clipped (1)")
         page.wait_for_function(f"{RECORDING}?.layout.title.subtitle.text.includes('clipped')", timeout=60_000)
         says(page, "Recording 1 of 1 (flag clipped)")
 
+        page.get_by_text("More settings").click()
         slider = widget(page, "n_mels").locator(".noUi-handle")
         slider.focus()
         for _ in range(8):

@@ -1,6 +1,7 @@
 "Pages that a browser shows without a network: figures, widgets, executed notebooks, reports."
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,9 +108,34 @@ def test_a_page_never_replaces_a_notebook(tmp_path):
 
 
 def test_page_command_prints_the_path(tmp_path, capsys):
-    path = executed(tmp_path / "name with blanks.ipynb", {PLOTLY: BARS})
+    home, here = str(Path.home()), os.getcwd()
+    said = {"text/plain": f"{here}/sets/a.h5, {home}/pipes/b.wav, {tmp_path}/c and https://host{home}"}
+    path = executed(tmp_path / "name with blanks.ipynb", {PLOTLY: BARS}, said)
     assert main(["export", "--page", str(path)]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "name with blanks.html")
+    page = tmp_path / "name with blanks.html"
+    assert capsys.readouterr().out.strip() == str(page)
+    assert here in page.read_text(encoding="utf-8")
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[0].outputs.append(v4.new_output("stream", name="stderr", text="a log line"))
+    title, end = "# Scores\n\n> of a night\n\nRun it from a shell.", "## Summary as JSON"
+    notebook.cells = [v4.new_markdown_cell(title), *notebook.cells, v4.new_markdown_cell(end)]
+    notebook.cells[1].source = "hidden_value = 1"
+    nbformat.write(notebook, path)
+    assert main(["export", "--page", str(path), "--no-code", "--json"]) == 0
+    text = page.read_text(encoding="utf-8")
+    for shown in ("two bars", "of a night", "sets/a.h5, b.wav, c and https://host"):
+        assert shown in text
+    for hidden in (
+        "hidden_value",
+        "a log line",
+        "from a shell",
+        "as JSON",
+        f"{here}/",
+        f" {home}",
+        str(tmp_path),
+    ):
+        assert hidden not in text
+    capsys.readouterr()
     assert main(["export", "--page", str(tmp_path / "none.ipynb")]) == 1
     assert "none.ipynb" in capsys.readouterr().err
 
@@ -134,8 +160,9 @@ def test_text_of_a_report_is_escaped(tmp_path):
     for part in (
         "<h2>a &lt; b</h2>",
         "<pre>c &lt; d</pre>",
-        "<h1>e &lt; f</h1>",
-        "'verdict failed'>g &lt; h<",
+        "<p>e &lt; f</p>",
+        "<header class='failed'>",
+        "<h1 class='sentence'>g &lt; h</h1>",
     ):
         assert part in text
 
@@ -157,6 +184,9 @@ def test_a_build_writes_its_report_next_to_the_data_sets(tmp_path, capsys):
         report = json.loads(capsys.readouterr().out)["report"]
         assert report == str(tmp_path / path)
         assert figures_of(report) == 5
+        text = Path(report).read_text(encoding="utf-8")
+        assert "rows, all data sets verified" in text.partition("</h1>")[0].rpartition("<h1")[2]
+        assert [str(folder) in text for folder in (Path.home(), Path.cwd(), tmp_path)] == [False] * 3
 
 
 def test_a_report_of_scores_needs_a_file(tmp_path, capsys):

@@ -45,6 +45,7 @@ from leakmel.detector.model.files import CHAMPION_FILE, model_file, pick_device,
 from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.detector.train.state import Sources, row_digests, too_short, trailing_silence
 from leakmel.mel.spec import MelSpec
+from leakmel.pages.page_figures import Section, write_report
 from leakmel.recordings.labels import LabelTable, counts_text, joint_counts
 from leakmel.recordings.wav import digest_of
 
@@ -52,12 +53,11 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 # %% ../../../nbs/detector/evaluate/evaluation.ipynb #56db5fa3
-_PAGE = "<!doctype html><meta charset='utf-8'><title>Evaluation</title>"
-_MARKS = {  # of each file of an evaluation: in the first line of the table, at the begin of the others
+_MARKS = {  # of each file of an evaluation: in the first line of the table, at the begin of the others; a page has its own
     "summary.json": '{\n "leaky_split":',  # the first key
     "report.txt": "Evaluation of ",
     "recordings.csv": "called_leak",
-    "evaluation.html": _PAGE,
+    "evaluation.html": "",
 }
 
 
@@ -131,17 +131,21 @@ class Evaluation:
 
     def by_group(self) -> pd.DataFrame:
         "Return a table with a row for each sensor (or other group), the worst first."
-        rows = stats.group_rows(self.table["leak"].to_numpy(bool), self.detector, self.groups)
-        return pd.DataFrame(rows).rename(columns={"group": self.groups.by}).set_index(self.groups.by)
+        return (
+            pd.DataFrame(stats.group_rows(self.table["leak"].to_numpy(bool), self.detector, self.groups))
+            .rename(columns={"group": self.groups.by})
+            .set_index(self.groups.by)
+        )
 
     def plots(self) -> "dict[str, go.Figure]":
         "Draw all figures, by name: roc, confusion, reliability, groups (if there are any), errors."
         truth = self.table["leak"].to_numpy(bool)
         stamp = f"{LEAKY_SPLIT} " if self.leaky else ""
         verdict = self.verdict if self.baselines else None
-        models = (list(self.votes.values()), list(self.baselines.values()))
         found = {
-            "roc": plots.roc_figure(truth, *models, verdict=verdict, stamp=stamp),
+            "roc": plots.roc_figure(
+                truth, [*self.votes.values()], [*self.baselines.values()], verdict=verdict, stamp=stamp
+            ),
             "confusion": plots.confusion_figure(self.detector, self.task.leak_label, stamp=stamp),
             "reliability": plots.reliability_figure(self.calibration, self.calibrated, stamp=stamp),
         }
@@ -224,24 +228,42 @@ class Evaluation:
             "report.txt": self.report() + "\n",
             "recordings.csv": rows.to_csv(index=False),
         }
-        if plots:  # the code of plotly is included once
-            pieces = [
-                fig.to_html(full_html=False, include_plotlyjs=k == 0, config={"displaylogo": False})
-                for k, fig in enumerate(self.plots().values())
-            ]
-            content["evaluation.html"] = f"{_PAGE}{self._repr_html_()}{''.join(pieces)}\n"
         for name, text in content.items():
             write_whole(written[name], text)
+        if plots:
+            write_report(
+                written["evaluation.html"],
+                f"Evaluation of {show_path(self.model)}",
+                self.finding,
+                self.sections(),
+                ok=self.beats,
+            )
         return written
 
     def __repr__(self) -> str:
         result = {True: "beats", False: "does not beat", None: "is not comparable with"}[self.beats]
         leaky = "; LEAKY SPLIT" if self.leaky else ""
-        auc = self.detector.figures["auc"]
-        return f"Evaluation({len(self.table):,} recordings: AUC {auc:.3f}; {result} the baselines{leaky})"
+        return f"Evaluation({len(self.table):,} recordings: AUC {self.detector.figures['auc']:.3f}; {result} the baselines{leaky})"
+
+    @property
+    def finding(self) -> str:
+        "What a person acts on, and the verdict on the comparison with the baselines, in lines."
+        return "\n".join([*evaluation_answer(self, brief=False), str(self.verdict)])
+
+    def sections(self) -> list[Section]:
+        "Return the parts of a report."
+        shown = self.plots()
+        return [
+            Section("Misclassified recordings", [shown.pop("errors"), shown.pop("confusion")]),
+            Section("Comparison with baselines", [self.figures(), shown.pop("roc")]),
+            Section("Groups and calibration", [*shown.values()][::-1]),
+            Section("All figures, thresholds and cautions", [self.report()], folded=True),
+        ]
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(self.report())}</pre>"
+        head = escape(self.finding).replace("\n", "<br>")
+        more = f"<details><summary>All figures, thresholds and cautions</summary><pre>{escape(self.report())}</pre></details>"
+        return f"<p>{head}</p>{self.figures().to_html()}{more}"
 
 # %% ../../../nbs/detector/evaluate/evaluation.ipynb #2bde7eec
 _MAX_ROWS = 30
@@ -284,7 +306,11 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
     yield from e.stamps
 
 
-def evaluation_answer(e: Evaluation) -> list[str]:  # at most six lines
+def evaluation_answer(
+    e: Evaluation,
+    # one caution, and that --full has more; False: all of them
+    brief: bool = True,
+) -> list[str]:  # at most six lines if brief
     "Return what a person acts on: leaks found and false alarms, comparison with a level meter, what to expect at a new sensor."
     counts, by = e.detector.counts, e.groups.by
     n_leaks, n_quiet = counts.true_leak + counts.missed_leak, counts.false_alarm + counts.true_normal
@@ -307,12 +333,13 @@ def evaluation_answer(e: Evaluation) -> list[str]:  # at most six lines
         new = "cannot be told, because the sensors of the recordings are not known"
     elif held < stats.MIN_GROUPS:
         new = f"cannot be told, because a label comes from {held} {by}{'s' * (held != 1)}, and {stats.MIN_GROUPS} are needed"
-    lines = [f"{LEAKY_SPLIT} --full says why"] * e.leaky
+    lines = [f"{LEAKY_SPLIT}{' --full says why' * brief}"] * e.leaky
     lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
     lines += [f"not shown to be better than: {', '.join(others)}"] * bool(others and level == "yes")
-    more = f" (and {len(e.cautions) - 1} more: --full)" * (len(e.cautions) > 1)
+    cautions = e.cautions[:1] if brief else (*e.stamps, *e.cautions)
+    more = f" (and {len(e.cautions) - 1} more: --full)" * (brief and len(e.cautions) > 1)
     lines.append(f"at a new {by if e.has_groups else 'sensor'}: {new}")
-    return [*lines, *(f"caution: {caution}{more}" for caution in e.cautions[:1])]
+    return [*lines, *(f"caution: {caution}{more}" for caution in cautions)]
 
 # %% ../../../nbs/detector/evaluate/evaluation.ipynb #c81529ce
 def score_baselines(
@@ -404,8 +431,7 @@ def _other_findings(
     sources = {id(s): s for ds in parts.values() for s in ds.sources}
     if by_people := [s.relabelled for s in sources.values() if s.relabelled is not None]:
         yield f"Labels by people replace those of the data sets: {counts_text(joint_counts(by_people))}."
-    notes = {name: too_short(ds) for name, ds in parts.items()}
-    yield from (f"In {name} {note}." for name, note in notes.items() if note)
+    yield from (f"In {name} {note}." for name, ds in parts.items() if (note := too_short(ds)))
     if detector.record.get("round"):
         yield "The detector was selected in retraining rounds: figures on the recordings that selected it are slightly too optimistic."
     if detector.threshold_from != metrics.UNCHOSEN and "validation" not in parts and training is not None:

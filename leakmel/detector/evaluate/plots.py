@@ -394,7 +394,8 @@ def spectrogram_figure(
         fig.update_xaxes(range=reach, showticklabels=False, **upper)
         fig.update_xaxes(range=reach, title={"text": "time (s)", "standoff": 4}, **lower)
         top = 1 - (row + 0.12) / n_rows  # below it the scores are close to their spectrogram
-        fig.update_yaxes(domain=[top - 0.5 / n_rows, top], **upper)
+        unit = "" if col else "Hz" if spec else "band"
+        fig.update_yaxes(domain=[top - 0.5 / n_rows, top], title={"text": unit}, **upper)
         domain = [top - 0.74 / n_rows, top - 0.53 / n_rows]
         fig.update_yaxes(range=[-0.05, 1.05], tickvals=[0, 1], domain=domain, **lower)
         fig.layout.annotations[k].y = top
@@ -462,17 +463,15 @@ def errors_figure(
     for w in worst:
         path = w.path.rsplit("/", 1)[-1] or "a recording without a name"
         short = path if len(path) <= 44 else f"{path[:20]}...{path[-20:]}"
-        error = f"{'missed' if w.is_leak else 'false alarm'}: {style.plain_text(short)}"
-        title = f"{error}<br>{style.plain_text(w.label)}, score {w.score:.2f}"
-        colour = LEAK_COLOR if w.is_leak else OTHER_COLOR
+        error, colour = ("missed", LEAK_COLOR) if w.is_leak else ("false alarm", OTHER_COLOR)
+        title = f"{error}: {style.plain_text(short)}<br>{style.plain_text(w.label)}, score {w.score:.2f}"
         shown.append(ScoredSpectrogram(title, w.mels, w.segment_scores, colour=colour))
     n_missed = sum(w.is_leak for w in worst)
-    errors = f"{counted(n_missed, 'leak')} missed, {counted(len(worst) - n_missed, 'false alarm')}"
     return spectrogram_figure(
         shown,
         spec,
         threshold=worst[0].threshold,
-        title=f"The worst errors: {errors}",
+        title=f"The worst errors: {counted(n_missed, 'leak')} missed, {counted(len(worst) - n_missed, 'false alarm')}",
         note=f"{stamp}Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment and the threshold",
         n_cols=2,
     )

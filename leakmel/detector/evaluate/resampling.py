@@ -45,6 +45,7 @@ from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features
 from leakmel.detector.train import folds
 from leakmel.detector.train.loop import folder_lock
 from leakmel.detector.train.state import Sources, TrainingData, open_training
+from leakmel.pages.page_figures import Section, write_report
 from leakmel.pages.plots import plain_text
 from leakmel.recordings.labels import LabelTable, counts_text
 
@@ -66,7 +67,7 @@ def result_files(
     "Name the files of a result."
     files = {f"{name}.csv": _MARKS[name], "summary.json": f'{{\n "{name}":'.encode()}
     if name != "cross_validation" and importlib.util.find_spec("plotly"):
-        files[f"{name}.html"] = f"<!doctype html><meta charset='utf-8'><title>{name}</title>".encode()
+        files[f"{name}.html"] = b""  # a page has a mark of its own
     return files
 
 
@@ -98,8 +99,13 @@ class Resampled(RowTable):
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON: those that all results have."
-        fits = {"fits": self.n_fits, "fits_of_this_run": self.n_done, "seconds": self.seconds}
-        return {"task": repr(self.task), "detector": self.asked, **fits}
+        return {
+            "task": repr(self.task),
+            "detector": self.asked,
+            "fits": self.n_fits,
+            "fits_of_this_run": self.n_done,
+            "seconds": self.seconds,
+        }
 
     def plots(self) -> "dict[str, go.Figure]":
         "Draw figures, by name."
@@ -111,9 +117,13 @@ class Resampled(RowTable):
             shown = [n for n in ("path", "label", "sensor", "group") if n in self.table]
             table = self.table.assign(**{n: [show_path(v) for v in self.table[n]] for n in shown})
             write_whole(self.out / f"{self.name}.csv", table.to_csv(index=False))
-            if head := result_files(self.name).get(f"{self.name}.html"):
-                figure = self.plots()[self.name].to_html(full_html=False, config={"displaylogo": False})
-                write_whole(self.out / f"{self.name}.html", f"{head.decode()}{self._repr_html_()}{figure}\n")
+            if (page := f"{self.name}.html") in result_files(self.name):
+                title = f"{self.name.replace('_', ' ').capitalize()} of a detector: {self.asked}"
+                sections = [
+                    Section("AUC of recordings held out", [*self.plots().values()]),
+                    Section("Details", [self]),
+                ]
+                write_report(self.out / page, title, dict(self.rows())["answer"], sections)
             write_summary(self.out, self.to_dict())
         return self
 
@@ -495,8 +505,8 @@ class Generalisation(Resampled):
 
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
-        n = f"{self.groupings[0]['recordings']:,} recordings ({self.groupings[0]['leaks']:,} leaks)"
-        rows = [("detector", f"{self.asked}, {n}")]
+        g = self.groupings[0]
+        rows = [("detector", f"{self.asked}, {g['recordings']:,} recordings ({g['leaks']:,} leaks)")]
         for g in self.groupings:
             title = " = ".join(map(show_path, (g["by"], *g["same_groups"])))
             if g["left_out"]:
@@ -746,8 +756,9 @@ def _points(
         points += [{"curve": curve, "share": of[1], **values[of]} for of in (*smaller, _WHOLE)]
         if smaller:
             half = min(smaller, key=lambda of: abs(of[1] - 0.5))
-            gain = stats.differences(boot, models[_WHOLE], models[half])["auc"]
-            gains[curve] = stats.describe_gain(gain, curve, half[1], groups.word)
+            gains[curve] = stats.describe_gain(
+                stats.differences(boot, models[_WHOLE], models[half])["auc"], curve, half[1], groups.word
+            )
     return pd.DataFrame(points), gains
 
 

@@ -34,6 +34,7 @@ from leakmel.core.errors import (
 )
 from leakmel.core.files import read_own_json, sealed, sealed_json, unsealed, write_errors, write_whole
 from leakmel.mel.engines import DEVICES
+from leakmel.pages.page_figures import is_report
 from leakmel.recordings.wav import digest_of
 
 _LOG = logging.getLogger("leakmel")
@@ -181,11 +182,11 @@ def require_kind(path: Path, kind: str, is_one: Callable[[BinaryIO], bool]) -> N
 def require_result(
     path: Path,
     kind: str,  # "result of a cross-validation"
-    mark: bytes,
+    mark: bytes,  # not of a page
 ) -> None:  # raises OutputError
-    "Refuse to replace a file without a mark in the first line of a table, at the begin of any other file."
-    is_table = path.suffix == ".csv"
-    require_kind(path, kind, lambda f: mark in f.readline(4096) if is_table else f.read(len(mark)) == mark)
+    "Refuse to replace a file without a mark in the first line of a table or at the begin of another file, and a page of another program."
+    kinds = {".csv": lambda f: mark in f.readline(4096), ".html": is_report}
+    require_kind(path, kind, kinds.get(path.suffix, lambda f: f.read(len(mark)) == mark))
 
 
 def remove_file(path: Path) -> None:

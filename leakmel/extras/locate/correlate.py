@@ -298,8 +298,10 @@ class Correlation:
             "yaxis2": "coherence",
             "yaxis3": "phase (rad)",
         }
-        fig.update_layout({axis: {"title": {"text": text}} for axis, text in names.items()})
-        head = self.text().splitlines()[0]
+        fig.update_layout(
+            {axis: {"title": {"text": text}} for axis, text in names.items()}, xaxis2_matches="x3"
+        )
+        head = self.text().splitlines()[0].partition(": ")[2]
         return apply_style(
             fig,
             head[:1].upper() + head[1:],

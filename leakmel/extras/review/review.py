@@ -9,7 +9,6 @@ __all__ = ['MAX_SIMILAR', 'N_NEIGHBOURS', 'N_SIMILAR', 'labelled_embeddings', 'o
 # %% ../../../nbs/extras/review/review.ipynb #4a735ff8
 import base64
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -756,8 +755,9 @@ class ReviewApp:
     def _play(self, k: int, _: Any) -> None:
         index = self.shown[k][0]
         other = self.session.found.recordings[index]
-        about = self._row_html(index)
-        self.html["other_sound"].value = _sound_html(self.session, other, self.band.value, about)
+        self.html["other_sound"].value = _sound_html(
+            self.session, other, self.band.value, self._row_html(index)
+        )
 
     def _show_sound(self) -> None:
         item = self.session.item
@@ -827,31 +827,41 @@ def review(
         device=device,
         progress=progress,
     )
-    usual = ("suggested", "errors", "threshold", "random")
-    queue = queue or next(q for q in usual if not lacking(found, q))
-    session = ReviewSession(found, labels, by=by, queue=queue, n=n, other_label=other_label, seed=seed)
-    return ReviewApp(session, controls=controls, progress=progress)
+    queue = queue or next(q for q in ("suggested", "errors", "threshold", "random") if not lacking(found, q))
+    return ReviewApp(
+        ReviewSession(found, labels, by=by, queue=queue, n=n, other_label=other_label, seed=seed),
+        controls=controls,
+        progress=progress,
+    )
 
 # %% ../../../nbs/extras/review/review.ipynb #5005fc49
+_START = """const app = window.jupyterapp, open = app && app.shell.currentWidget;
+if (open) open.sessionContext.ready.then(() => app.commands.execute('notebook:run-all-cells'));"""
+
+
 def write_review(
     parameters: Mapping[str, object],
     out: str | None = None,  # folder; None: a new one below runs/
 ) -> Path:
-    "Write a copy of review.ipynb with other parameters, plain values, into a folder, or a new one below runs/; raises OutputError."
-    source = Path(leakmel.__file__).parent / "notebooks" / "review.ipynb"
-    notebook = json.loads(source.read_text(encoding="utf-8"))
-    at = next(k for k, c in enumerate(notebook["cells"]) if "parameters" in c["metadata"].get("tags", []))
-    given = {
-        **{"cell_type": "code", "id": "c0ffee01", "execution_count": None, "outputs": []},
-        "metadata": {"tags": ["injected-parameters"]},
-        "source": [f"{name} = {value!r}\n" for name, value in parameters.items()],
-    }
-    notebook["cells"].insert(at + 1, given)
-    path = run_folder(out, "review") / source.name
+    """Write review.ipynb with other parameters, plain values, as a page that starts when it is opened; raises OutputError.
+
+    Its code is one hidden cell above the text. Its folder is a new one below runs/ if none is given.
+    """
+    from nbformat import read, sign, v4, write
+
+    notebook = read(Path(leakmel.__file__).parent / "notebooks" / "review.ipynb", as_version=4)
+    text, *code, show = notebook.cells
+    given = (f"{name} = {value!r}" for name, value in parameters.items())
+    lines = ["# The settings of this review", *(cell.source for cell in code), *given, show.source]
+    app = v4.new_code_cell("\n".join(lines), id="c0ffee01", metadata={"jupyter": {"source_hidden": True}})
+    app.outputs = [v4.new_output("display_data", {"application/javascript": _START})]
+    notebook.cells = [app, text]
+    path = run_folder(out, "review") / "review.ipynb"
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as f:
-            json.dump(notebook, f, indent=1, ensure_ascii=True)
+            write(notebook, f)
+        sign.NotebookNotary().sign(notebook)  # without it Jupyter does not start the page
     return path
 
 
@@ -869,7 +879,8 @@ def lab_command(
     return [
         *(sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1"),
         f"--ServerApp.root_dir={notebook.parent}",
-        f"--LabApp.default_url=/lab/tree/{notebook.name}",
+        f"--LabApp.default_url=/doc/tree/{notebook.name}",
+        "--LabApp.expose_app_in_browser=True",  # for the cell that starts the page
         "--LabApp.news_url=None",  # no question about news
         *(["--allow-root"] if os.geteuid() == 0 else []),
         *([] if browser else ["--no-browser"]),
