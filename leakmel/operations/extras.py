@@ -725,6 +725,8 @@ class Nightly(Operation):
     visited: str | None = option(None, metavar="FILE")
     # data set that drift is measured against, for example the training set; it is stored in the state folder (default: the first 28 nights)
     reference: str | None = option(None, metavar="FILE")
+    # where times come from: name (file name, pattern or table), or file (where there is none, the modification time, which is wrong for copies)
+    time_from: Literal["name", "file"] = "name"
     # exit status 4 if sensors have evidence for a leak
     exit_code: bool = option(False, command_only=True)
     # auto, cpu, cuda or cuda:1
@@ -735,7 +737,7 @@ class Nightly(Operation):
         model, _, plan = plan_scoring(self, run)
         state = user_path(self.state) if self.state else runs_folder() / "nightly"
         budget = f"{self.budget:g} false visits per 100 sensor-nights, {self.audits} audits"
-        own = values_of(self, "budget audits visited reference device")
+        own = values_of(self, "budget audits visited reference time_from device")
         given = {**plan.given, "model": model, "state": state, **own}
         return DetectorPlan({**plan.inputs, "budget": budget}, state, given)
 

@@ -34,6 +34,7 @@ from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.tables import (
     csv_table,
     decode_text,
+    encoding_of,
     read_table,
     read_table_bytes,
     read_text,
@@ -173,9 +174,12 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> None:
     if head != _HEADER and _HEADER.startswith(head):  # new, or a header that a crash cut off
         os.ftruncate(fd, 0)
         size, row = 0, _HEADER + _line(cells)
-    elif not head.replace(b"\r\n", b"\n").lower().startswith(_line(LABELS_COLUMNS, delimiter)):
+    elif (
+        not head.replace(b"\r\n", b"\n").lower().startswith(_line(LABELS_COLUMNS, delimiter))
+        or encoding_of(pread_all(fd, size, 0)) == "cp1252"
+    ):
         raise DataError(
-            "decisions cannot be appended to this file: its columns are others",
+            "decisions cannot be appended to this file: its columns or its encoding are others",
             code="table-columns",
             path=file,
             found=show_path(head.split(b"\n")[0]),
