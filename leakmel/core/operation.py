@@ -214,8 +214,7 @@ def make(cls: type, values: Mapping[str, Any]) -> Any:
         shown = cls.__dataclass_fields__[name].metadata  # type: ignore[attr-defined]
         own = {n: v for n, v in _given(kind, values).items() if n not in shown.get("leave_out", ())}
         given[name] = {n: v for n, v in own.items() if v is not None} if shown.get("of") else kind(**own)
-    not_given = {f.name: None for f in fields(cls) if f.default is MISSING}
-    return cls(**not_given | given | _given(cls, values))
+    return cls(**{f.name: None for f in fields(cls) if f.default is MISSING} | given | _given(cls, values))
 
 # %% ../../nbs/core/operation.ipynb #ee5004b6
 def _some_text(text: str) -> str:
@@ -335,8 +334,7 @@ class RowTable:
 
     def _repr_html_(self) -> str:
         row = "<tr><th style='text-align:right;vertical-align:top'>{}</th><td style='text-align:left'>{}</td></tr>"
-        rows = [row.format(escape(name), escape(text)) for name, text in self.rows()]
-        return f"<table>{''.join(rows)}</table>"
+        return f"<table>{''.join([row.format(escape(name), escape(text)) for name, text in self.rows()])}</table>"
 
 # %% ../../nbs/core/operation.ipynb #7d5a5a27
 def runs_folder() -> Path:

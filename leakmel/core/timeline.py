@@ -447,8 +447,7 @@ def amdahl_bounds(timeline: Timeline, split: str | None = None) -> dict[str, flo
     times, own = busy_lanes(spans)
     union_s = (own > 0) @ np.diff(times)
     times, of_any_split = busy_lanes(_spans_within(timeline.spans, None, first, last), first, last)
-    gains = np.maximum(0, np.minimum(union_s, wall_s - least_s)).tolist()
-    gains_s = dict(zip(STAGES, gains, strict=True))
+    gains_s = dict(zip(STAGES, np.maximum(0, np.minimum(union_s, wall_s - least_s)).tolist(), strict=True))
     gains_s["wait"] = float(np.diff(times)[~of_any_split.any(axis=0)].sum())
     exclusive = attribute(timeline, split)
     found = {"wait"} | {stage for _, _, stage in pieces}

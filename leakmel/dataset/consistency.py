@@ -409,8 +409,9 @@ def pick_numbers(
     if sample is None or sample >= n:
         return np.arange(n)
     chosen = np.array(list(dict.fromkeys(special))[:sample], np.int64)
-    others = np.delete(np.arange(n), chosen)
-    more = np.random.default_rng(n).choice(others, sample - len(chosen), replace=False)
+    more = np.random.default_rng(n).choice(
+        np.delete(np.arange(n), chosen), sample - len(chosen), replace=False
+    )
     return np.sort(np.append(chosen, more))
 
 

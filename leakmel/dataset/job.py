@@ -612,8 +612,7 @@ def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises Da
             bar.update(start, f"part {number:,} of {parts.n_parts:,}")
             if path.suffix == ".empty":  # its recordings are read again
                 continue
-            own = job.listing.part(number, parts.n_parts)
-            found = open_existing(path, own, *settings, was_listed=is_new)
+            found = open_existing(path, job.listing.part(number, parts.n_parts), *settings, was_listed=is_new)
             if found is None:
                 raise errors.DataError(
                     "the data set of a part is damaged, or was built with other settings or by another release",

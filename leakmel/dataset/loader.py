@@ -517,8 +517,9 @@ class ReadAhead:
             while max(first, self._taken) < len(self._sizes):
                 first = max(first, self._taken)
                 k = int(np.searchsorted(self._firsts, first, "right"))
-                room = self._before[self._taken] + self.n_bytes
-                by_bytes = int(np.searchsorted(self._before, room, "right")) - 1
+                by_bytes = (
+                    int(np.searchsorted(self._before, self._before[self._taken] + self.n_bytes, "right")) - 1
+                )
                 end = min(int(self._firsts[k]), first + STEP_FILES, self._taken + self.files, by_bytes)
                 if end > first:
                     return k - 1, first, end
@@ -557,8 +558,7 @@ class ObjectReader:
         self.on_bad_file = plain.on_bad_file
         self.copies = copies
         names = [b"%d" % k for k in range(len(x))]  # of the copies
-        place = Path(os.fsdecode(copies.place))
-        self._files = BatchReader(replace(x, folder=place, paths=names), plain.spec)
+        self._files = BatchReader(replace(x, folder=Path(os.fsdecode(copies.place)), paths=names), plain.spec)
         self.cache_use = self._files.cache_use
         self.cache_use.counted = False  # what a disk delivers says nothing about a network
         self._wanted = (x.label_ids >= 0) & (x.sizes >= 0) & ~kept

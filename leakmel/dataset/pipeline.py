@@ -301,8 +301,9 @@ def run_part(
         path = without_rows
         _write_once(path, Path.touch)
     seconds, worker = timeline.now_s(), f"{os.getpid()}-{threading.get_native_id()}"
-    spans = tuple(merge_lanes(timeline.spans, ""))
-    lane = PartLane(os.uname().nodename, worker, time.time() - seconds, spans)
+    lane = PartLane(
+        os.uname().nodename, worker, time.time() - seconds, tuple(merge_lanes(timeline.spans, ""))
+    )
     return PartResult(path, number, n_parts, len(mine), seconds, lane=lane)
 
 

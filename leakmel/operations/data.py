@@ -471,8 +471,9 @@ class Build(WithFeatures):
         if self.analysis == "auto" and results[0].run_s < _LONG_S:
             return []
         done = [r.summary for r in results if not r.summary["nothing_to_do"]]
-        timeline = results[0].timeline
-        text = analysis_text(timeline, done, width=run.width, analysis=self.analysis) if done else ""
+        text = (
+            analysis_text(results[0].timeline, done, width=run.width, analysis=self.analysis) if done else ""
+        )
         return ["", text] if text else []
 
     def _write_report(self, results: "Sequence[lm.BuildResult]") -> dict[str, str]:

@@ -483,5 +483,6 @@ def build_report(results: Sequence[BuildResult], path: Path) -> Path:
         ),
         Section("Example spectrograms", ["\n".join(typical), mel_pictures(results[0].path)]),
     ]
-    title = f"Build of {show_path(results[0].path.parent)}"
-    return write_report(path, title, card.title, sections, ok=card.ok)
+    return write_report(
+        path, f"Build of {show_path(results[0].path.parent)}", card.title, sections, ok=card.ok
+    )

@@ -343,8 +343,7 @@ def playback(
         gain = min(10 ** (PLAYBACK_DB / 20) / rms, 1 / max(float(np.quantile(np.abs(x), 0.999)), 1e-9))
         x = x * gain
         words.append(f"level changed by {20 * math.log10(gain):+.0f} dB for playback")
-    pcm = np.clip(np.round(x * 32_767), -32_768, 32_767).astype(np.int16)
-    return wav_bytes(pcm, rate), ", ".join(words)
+    return wav_bytes(np.clip(np.round(x * 32_767), -32_768, 32_767).astype(np.int16), rate), ", ".join(words)
 
 # %% ../../nbs/pages/page_figures.ipynb #2a39d107
 MAX_COLUMNS = 900

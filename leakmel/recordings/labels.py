@@ -270,9 +270,7 @@ def _verdict(last: Iterable[Decision]) -> tuple[str, str]:
     named = [label for label in opinions if label != UNSURE]
     if len(set(map(_folded, named))) > 1:
         return "differ", ""
-    if UNSURE in opinions:
-        return "unsure", ""
-    return ("agreed", named[-1]) if named else ("none", "")
+    return ("unsure", "") if UNSURE in opinions else ("agreed", named[-1]) if named else ("none", "")
 
 
 def current_labels(decisions: Iterable[Decision]) -> CurrentLabels:
@@ -502,8 +500,7 @@ def read_track(file: str | os.PathLike, column: str = "Annotation") -> list[Time
         if line.startswith("\\") or not line.strip():
             continue
         # the text of Audacity may have tabs; the last cells may be missing
-        cells = line.split("\t", -1 if is_raven else 2)
-        row = dict(zip(names, cells, strict=False))
+        row = dict(zip(names, line.split("\t", -1 if is_raven else 2), strict=False))
         try:
             start, end = (float(row.get(name, "").replace(",", ".")) for name in (_BEGIN, _END))
         except ValueError:
@@ -736,10 +733,7 @@ def export_tracks(
     "Write a track for each recording on whose label people agree."
     if format not in TRACK_FORMATS:
         raise UsageError(
-            "the format is unknown",
-            code="unknown-choice",
-            found=repr(format),
-            expected=", ".join(TRACK_FORMATS),
+            "unknown format", code="unknown-choice", found=repr(format), expected=", ".join(TRACK_FORMATS)
         )
     current, target = read_labels(labels), Path(os.path.abspath(to))
     root = Path(os.path.abspath(recordings or Path(labels).parent))

@@ -223,9 +223,11 @@ class Manifest:
             }
             frames.append(pd.DataFrame(facts | texts))
         table = pd.concat(frames, ignore_index=True)
-        if self.content is None:
-            return table
-        return pd.concat([table, self.content.drop(columns=["split", "path"])], axis=1)
+        return (
+            table
+            if self.content is None
+            else pd.concat([table, self.content.drop(columns=["split", "path"])], axis=1)
+        )
 
     @cached_property
     def problems(self) -> "pd.DataFrame":

@@ -76,11 +76,8 @@ def _iso(m: re.Match | None) -> str:
 
 def clock_time(text: str) -> str:
     "A time that is the whole text in ISO 8601, with its zone if it has one; empty for other texts."
-    if len(text) > 40:
-        return ""
-    return _iso(
-        _TIME.fullmatch(_JOINED.sub(lambda m: f"{m[1] or '20' + m[3]}_{m[2] or m[4]}", dashed_date(text)))
-    )
+    plain = _JOINED.sub(lambda m: f"{m[1] or '20' + m[3]}_{m[2] or m[4]}", dashed_date(text[:41]))
+    return _iso(_TIME.fullmatch(plain)) if len(text) <= 40 else ""
 
 
 def whole_time(text: str) -> str:
@@ -100,7 +97,7 @@ def iso_time(text: str) -> str:
     return _iso(found[0]) if len(found) == 1 and found[0][1][:2] in ("19", "20") else ""
 
 
-TIME_FORMS = "20251110_020000, 20251110_0200, 20251110, 2025-11-10_02-00-00, 2025-11-10T02:00:00 or 10.11.2025_0200, also with milliseconds (_123, .123) and a zone (Z, +0100)"
+TIME_FORMS = "20251110_020000, 20251110_0200, 20251110, 2025-11-10_02-00-00, 2025-11-10T02:00:00 or 10.11.2025_0200, also with _123, .123, Z or +0100"
 
 
 @functools.lru_cache(4096)
@@ -129,9 +126,11 @@ def parse_name(
     *folders, name = os.fsdecode(path).split("/")
     parts = (name.rpartition(".")[0] or name).split("~")
     folder = "/".join(folders[1:])
-    if len(parts) != 4:
-        return NameParts(folder=folder)
-    return NameParts(parts[0], parts[1], iso_time(parts[2]), number_in(parts[3]), folder=folder)
+    return (
+        NameParts(folder=folder)
+        if len(parts) != 4
+        else NameParts(parts[0], parts[1], iso_time(parts[2]), number_in(parts[3]), folder=folder)
+    )
 
 # %% ../../nbs/recordings/naming.ipynb #62ec4fb2
 TIME_BYTES = 19  # of a column of times, at the least
@@ -229,29 +228,13 @@ def pattern_tokens(
     for is_wrong, message, remedy in (
         (len(pattern) > _MAX_LENGTH, f"has more than {_MAX_LENGTH} characters", None),
         (brace, f"has a single {brace}", f"write {brace}{brace} for a literal {brace}"),
-        (
-            unknown == "**",
-            "has {**} next to text, but it stands for whole folders",
-            "write it like {**}/{sensor}",
-        ),
-        (
-            unknown is not None,
-            f"has an unknown field: {parameters.answer_unknown(unknown or '', FIELDS)}",
-            None,
-        ),
+        (unknown == "**", "has {**} next to text, but it stands for whole folders", "write {**}/{sensor}"),
+        (unknown is not None, f"has a bad field: {parameters.answer_unknown(unknown or '', FIELDS)}", None),
         (doubled, f"has the field {{{doubled}}} twice", "remove one of the two"),
         (not named, "has no field", "add at least one field"),
-        (
-            pattern[:1] == "/",
-            "begins with /, but paths are relative to the data folder",
-            "remove the leading /",
-        ),
+        (pattern[:1] == "/", "begins with /, but paths are relative to the folder", "remove the leading /"),
         (end.lower() in (".wav", ".wave"), f"ends in {end}", "remove the extension"),
-        (
-            joined,
-            f"has no text between the fields {joined}",
-            "put text between them: it ends the first field",
-        ),
+        (joined, f"has no text between the fields {joined}", "put text between them, the end of the first"),
     ):
         if is_wrong:
             raise UsageError(
@@ -370,6 +353,7 @@ _GUESSES = (
     *(f"{{**}}/{{start_time}}{mark}{{sensor}}" for mark in "_- /"),
     *(f"{{**}}/{{sensor}}/{{start_time}}{mark}{{*}}" for mark in "_- "),
 )
+_CLOCK_ENDS = ("{start_time}/{*}", "{sensor}_{*}", "{sensor}-{*}", "{sensor} {*}")
 _DAY_OR_MONTH = re.compile(r"(?<!\d)(?:\d\d([-_]?)\d\d\1(?:19|20)\d\d|\d{6}_\d{4,6})(?!\d)", re.ASCII)
 
 
@@ -378,13 +362,10 @@ def _read_guess(pattern: str, text: str) -> tuple[str, str] | None:
     fields = match_pattern(pattern, text) or {}
     sensor = fields.get("sensor", "")
     when = whole_time(fields.get("start_time", ""))
-    # behind a date, digits are rather a time of day
+    # behind a date, digits are rather a time of day, and a last {*} has to be one
     is_number = pattern.endswith("{sensor}") and sensor.isdigit()
-    needs_clock = pattern.endswith(("{start_time}/{*}", "{sensor}_{*}", "{sensor}-{*}", "{sensor} {*}"))
-    has_clock = whole_time(f"20000101_{re.split('[-_ /]', text)[-1]}")
-    if is_number or not when or clock_time(sensor) or (needs_clock and not has_clock):
-        return None
-    return sensor, when[:10]
+    is_text = pattern.endswith(_CLOCK_ENDS) and not whole_time(f"20000101_{re.split('[-_ /]', text)[-1]}")
+    return None if is_number or is_text or not when or clock_time(sensor) else (sensor, when[:10])
 
 
 def guess_pattern(paths: Sequence[bytes]) -> str:
@@ -393,7 +374,7 @@ def guess_pattern(paths: Sequence[bytes]) -> str:
     One that gives several sensors is preferred, of these one whose sensors have several dates.
     """
     texts = [os.path.splitext(os.fsdecode(path))[0] for path in paths[:: 1 + len(paths) // 2000]]
-    best, guess = (False, False), ""
+    best: tuple[bool, bool, str] | None = None
     for pattern in _GUESSES if texts else ():
         found: list[tuple[str, str]] = []
         for k, text in enumerate(texts):
@@ -401,18 +382,15 @@ def guess_pattern(paths: Sequence[bytes]) -> str:
             if 10 * (k + 1 - len(found)) > len(texts):
                 break
         else:
-            sensors = {sensor for sensor, _ in found}
-            is_one_night = len({date for _, date in found}) == 1
-            rank = len(sensors) > 1, is_one_night or len({*found}) > len(sensors)
-            if not guess or rank > best:
-                best, guess = rank, pattern
-    return guess
+            sensors, dates = map(set, zip(*found, strict=True))
+            rank = len(sensors) > 1, len(dates) == 1 or len({*found}) > len(sensors), pattern
+            best = best if best and best[:2] >= rank[:2] else rank
+    return best[2] if best else ""
 
 
 def unread_times(paths: Sequence[bytes]) -> str:
     "Describe two names whose sensor or time is not found, and why where a date has two meanings."
-    names = [os.fsdecode(path).rpartition("/")[2] for path in paths[:1000]]
-    two = next(filter(None, map(_DAY_OR_MONTH.search, names)), None)
+    two = next(filter(None, (_DAY_OR_MONTH.search(os.fsdecode(path)) for path in paths[:1000])), None)
     why = f"; {two[0]} has more than one meaning: day, month and year are not guessed" if two else ""
     return f"{', '.join(map(show_path, paths[:2]))}{why}"
 

@@ -152,10 +152,7 @@ def require_same_table(
     "Check that a table still has the digest that it had when it was read; raises DataError."
     if file is not None and digest and digest_of(read_table_bytes(file)) != digest:
         raise DataError(
-            "the table of labels was changed since it was read",
-            code="table-changed",
-            path=file,
-            remedy=remedy,
+            "the table of labels changed since it was read", code="table-changed", path=file, remedy=remedy
         )
 
 

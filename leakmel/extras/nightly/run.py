@@ -138,11 +138,11 @@ def _sort_files(history: History, files: _Files) -> None:
             files.to_read.append(path)
     lost = [r.path for r in files.rejected if r.code in ("no_sensor", "no_time")]
     if len(lost) == len(files.found):
-        what = "sensor" if all(r.code == "no_sensor" for r in files.rejected) else "time"
+        is_named = any(r.code == "no_time" for r in files.rejected)
         fields = next(p for p, mark in _PASTED.items() if mark in lost[0])
         raise DataError(
-            f"no recording of the folder has the {'name of its sensor' if what == 'sensor' else 'time of its start'}",
-            code="no-sensor" if what == "sensor" else "no-times",
+            f"no recording of the folder has the {'time of its start' if is_named else 'name of its sensor'}",
+            code="no-times" if is_named else "no-sensor",
             path=files.folder,
             found=unread_times(lost),
             expected=f"names like SENSOR_TIME, SENSOR/TIME or TIME_SENSOR, or a pattern, with times like {TIME_FORMS}",
@@ -517,8 +517,7 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {%- if listed %}
 <div class='scroll'><table class='visits'><thead>
 <tr><th class='n'>rank</th><th>sensor</th><th>why</th><th>evidence over nights</th><th>recording with the highest score</th></tr>
-</thead><tbody>
-{%- for r in listed %}
+</thead><tbody>{%- for r in listed %}
 <tr><td class='n'>{{ r.rank }}</td><td><div class='sensor'>{{ r.sensor }}</div>{{ badge(r.visit) }}</td>
 <td class='why'>{{ r.reason }}<div class='facts'>trend
 {{ 'steady' if r.trend|abs < 0.5 else 'rising' if r.trend > 0 else 'falling' }} ({{ '{:+.1f}'.format(r.trend) }}); health {{ health(r.health) }};
@@ -533,8 +532,7 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {%- if clip %}{{ clip.text }}
 {%- else %}{{ 'no player: not among the first, or not in the folder any more' if r.recording else 'no recording in the last week' }}
 {%- endif %}</div></td></tr>
-{%- endfor %}
-</tbody></table></div>
+{%- endfor %}</tbody></table></div>
 {%- else %}
 <p>No sensor is on the list.</p>
 {%- endif %}
@@ -553,17 +551,14 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {{ how_many(n_lost, 'sensor') }} without valid coordinates not drawn.{% endif %}</p>
 {%- endif %}
 <h2>All sensors</h2>
-<div class='scroll'><table><thead>
-<tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>trend</th>
+<div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>trend</th>
 <th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
-</thead><tbody>
-{%- for r in done.sensors[:most] %}
+</thead><tbody>{%- for r in done.sensors[:most] %}
 <tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }}</td><td>{{ health(r.health) }}</td>
 <td class='n'>{{ evidence(r.evidence) }}</td><td class='n'>{{ '{:+.1f}'.format(r.trend) }}</td>
 <td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td>
 <td class='n'>{{ '' if r.loudest_db is none else '{:.0f}'.format(r.loudest_db) }}</td><td class='n'>{{ r.nights }}</td><td>{{ r.last_night }}</td></tr>
-{%- endfor %}
-</tbody></table></div>
+{%- endfor %}</tbody></table></div>
 {%- if done.sensors|length > most %}
 <p class='facts'>The first {{ whole(most) }} of {{ whole(done.sensors|length) }} sensors; sensors.csv has all.</p>
 {%- endif %}
@@ -573,23 +568,18 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {%- else %}
 <p class='facts'>{{ whole(drift.n) }} recordings of the last {{ days }} nights against
 {{ whole(drift.reference.n) }} of the reference ({{ drift.reference.source }}). Bands from low to high, relative to their mean.</p>
-<div class='scroll'><table><thead>
-<tr><th>quantity</th><th>reference, central 95 %</th><th>last {{ days }} nights</th><th class='n'>outside</th></tr>
-</thead><tbody>
-{%- for name, share in drift.outside.items() %}{% set both = [drift.reference.ranges[name], drift.ranges[name]] %}
+<div class='scroll'><table><thead><tr><th>quantity</th><th>reference, central 95 %</th><th>last {{ days }} nights</th><th class='n'>outside</th></tr>
+</thead><tbody>{%- for name, share in drift.outside.items() %}{% set both = [drift.reference.ranges[name], drift.ranges[name]] %}
 <tr><td>{{ name }}</td>
 {%- for q in both %}<td>{{ '{:.3g} to {:.3g}'.format(q[0], q[4]) }}{{ '' if name == 'score' else ' dB' }}</td>{% endfor %}
 <td class='n{{ ' bad' if name in drift.moved }}'>{{ '{:.0f}'.format(100 * share) }} %</td></tr>
-{%- endfor %}
-</tbody></table></div>
+{%- endfor %}</tbody></table></div>
 {%- if drift.sensors %}{% set outside = drift.sensors.items()|list %}
 <p class='facts'>Sensors whose median lies outside:
 {% for sensor, what in outside[:most_outside] %}{{ sensor }} ({{ what|join(', ') }}){{ ', ' if not loop.last }}{% endfor %}
 {%- if outside|length > most_outside %} and {{ whole(outside|length - most_outside) }} more{% endif %}</p>
-{%- endif %}
-{%- endif %}
-<footer>leakmel {{ version }}</footer>
-</body></html>
+{%- endif %}{%- endif %}
+<footer>leakmel {{ version }}</footer></body></html>
 """
 
 # %% ../../../nbs/extras/nightly/run.ipynb #d3589f48
