@@ -238,7 +238,7 @@ TABLES = {
         "other-training": "The folder or state belongs to a training with other settings or data.",
         "output-in-source": "The output is inside the folder of the recordings.",
         "no-sensor": "No recording has the name of its sensor.",
-        "no-times": "A pattern or a table has a place for start times, and gives none.",
+        "no-times": "No recording has a possible start time in its name or in the table.",
         "other-model": "The state folder of a nightly run belongs to another model.",
         "not-npz": "The name of the output does not end in .npz.",
         "invalid-embeddings": "The file does not hold embeddings, or is damaged.",

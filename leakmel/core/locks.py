@@ -66,9 +66,7 @@ def _start_of(pid: int) -> str | None:  # None: unknown
     except PermissionError:
         pass  # a process of another user
     fields = read_small_file(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    if len(fields) < 20:
-        return None
-    return "" if fields[0] in "ZX" else f"{read_small_file(_BOOT)} {fields[19]}"
+    return None if len(fields) < 20 else "" if fields[0] in "ZX" else f"{read_small_file(_BOOT)} {fields[19]}"
 
 
 @dataclass(frozen=True)

@@ -242,9 +242,7 @@ def wsl_version(
 ) -> int:  # 0: this is not WSL
     "Return the version of the Windows Subsystem for Linux."
     text = (platform.release() if release is None else release).lower()
-    if "microsoft" not in text:
-        return 0
-    return 2 if "wsl2" in text or "microsoft-standard" in text else 1
+    return 0 if "microsoft" not in text else 2 if "wsl2" in text or "microsoft-standard" in text else 1
 
 # %% ../../nbs/core/monitor.ipynb #741b3176
 class Monitor:

@@ -359,8 +359,7 @@ class RowTable:
 
     def _repr_html_(self) -> str:
         row = "<tr><th style='text-align:right;vertical-align:top'>{}</th><td style='text-align:left'>{}</td></tr>"
-        rows = [row.format(escape(name), escape(text)) for name, text in self.rows()]
-        return f"<table>{''.join(rows)}</table>"
+        return f"<table>{''.join([row.format(escape(name), escape(text)) for name, text in self.rows()])}</table>"
 
 # %% ../../nbs/core/operation.ipynb #7d5a5a27
 def runs_folder() -> Path:

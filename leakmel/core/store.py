@@ -211,8 +211,7 @@ def open_store(path: StorePath) -> Any:  # a store of obstore for the bucket; ra
             from obstore.auth.boto3 import Boto3CredentialProvider
 
             more["credential_provider"] = Boto3CredentialProvider()
-        bucket_url = f"{path.parts[0]}//{path.parts[1]}"
-        return from_url(bucket_url, retry_config=_RETRY, **more)  # type: ignore[call-overload]
+        return from_url(f"{path.parts[0]}//{path.parts[1]}", retry_config=_RETRY, **more)  # type: ignore[call-overload]
     except ImportError as e:
         raise UsageError(
             "AWS_PROFILE is set, and the package that reads profiles is not installed",
@@ -328,8 +327,9 @@ class LocalCopies:
         import asyncio
 
         with self._lock:
-            copying = self._copy(path, os.path.join(self.place, name))
-            return asyncio.run_coroutine_threadsafe(copying, self._loop)
+            return asyncio.run_coroutine_threadsafe(
+                self._copy(path, os.path.join(self.place, name)), self._loop
+            )
 
     async def _copy(self, path: bytes, file: bytes) -> bytes:
         "Copy an object."

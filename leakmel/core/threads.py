@@ -204,8 +204,9 @@ def child_process(
     pipe: int,
 ) -> Iterator[ChildProcess]:  # raises OSError
     "Call a function in a child process, which ends with the block."
-    signals = signal.SIGINT, signal.SIGTERM
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until the child is sure to be ended
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM)
+    )  # until the child is sure to be ended
     try:
         child = ChildProcess(_start_child(function, args, pipe))
         try:

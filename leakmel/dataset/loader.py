@@ -517,8 +517,9 @@ class ReadAhead:
             while max(first, self._taken) < len(self._sizes):
                 first = max(first, self._taken)
                 k = int(np.searchsorted(self._firsts, first, "right"))
-                room = self._before[self._taken] + self.n_bytes
-                by_bytes = int(np.searchsorted(self._before, room, "right")) - 1
+                by_bytes = (
+                    int(np.searchsorted(self._before, self._before[self._taken] + self.n_bytes, "right")) - 1
+                )
                 end = min(int(self._firsts[k]), first + STEP_FILES, self._taken + self.files, by_bytes)
                 if end > first:
                     return k - 1, first, end

@@ -58,24 +58,8 @@ EARLIER_KEYS = ("duration_sec", "center")  # in config_json, for the earlier sys
 EXTRA = "extra"  # group of the other columns of a table, in the group of files
 LIBVER = ("v108", "v108")  # fixed format version, independent of the HDF5 library
 FILE_COLUMNS = (
-    "path",
-    "sensor",
-    "recording",
-    "start_time",
-    "gain",
-    "session",
-    "folder",
-    "sample_rate",
-    "n_samples",
-    "channels",
-    "encoding",
-    "status",
-    "rms_db",
-    "peak",
-    "clipped_share",
-    "dc_offset",
-    "silent",
-    "digest",
+    *("path", "sensor", "recording", "start_time", "gain", "session", "folder", "sample_rate", "n_samples"),
+    *("channels", "encoding", "status", "rms_db", "peak", "clipped_share", "dc_offset", "silent", "digest"),
 )
 
 
@@ -167,8 +151,11 @@ def consecutive_runs(
     most: int | None = None,  # longest run
 ) -> Iterator[slice]:  # of positions
     "Yield slices in which all arrays rise by one at each step."
-    breaks = np.any([np.diff(x) != 1 for x in numbers], axis=0).nonzero()[0] + 1
-    edges = [0, *breaks.tolist(), len(numbers[0])]
+    edges = [
+        0,
+        *(np.any([np.diff(x) != 1 for x in numbers], axis=0).nonzero()[0] + 1).tolist(),
+        len(numbers[0]),
+    ]
     step = most or max(1, len(numbers[0]))
     for start, end in pairwise(edges):
         for at in range(start, end, step):

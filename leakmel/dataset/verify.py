@@ -339,8 +339,7 @@ def _recordings_folder(
 ) -> bytes:  # that the paths are relative to; raises DataError, MachineError
     "Find the folder of the recordings of a data set."
     top = listing.existing_folder(root)
-    splits = listing.split_folders(top) if naming.base == "split" else {}
-    folder = os.fsencode(splits.get(split, top))
+    folder = os.fsencode((listing.split_folders(top) if naming.base == "split" else {}).get(split, top))
     there = (os.path.lexists(os.path.join(folder, p)) for p in paths)
     if isinstance(top, StorePath) or not len(paths) or any(there):
         return folder

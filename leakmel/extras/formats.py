@@ -100,9 +100,11 @@ def _values(column: Any, start: int, stop: int) -> Any:
     values = column[start:stop]
     if values.shape != (stop - start,):
         raise ValueError(f"{column.name} has the shape {column.shape}")
-    if values.dtype.kind != "S":
-        return values
-    return [value.decode("utf-8", "backslashreplace") for value in values.tolist()]
+    return (
+        values
+        if values.dtype.kind != "S"
+        else [value.decode("utf-8", "backslashreplace") for value in values.tolist()]
+    )
 
 
 def column_names(data: MelDataset) -> list[str]:

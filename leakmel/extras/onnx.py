@@ -86,8 +86,9 @@ class MelFeatures(nn.Module):
     ) -> Tensor:
         "Compute log-mel features, [B, L, S, M, T] float32 dB, rounded to float16, of samples [B, N] float32."
         s = self.spec
-        spectrum = torch.view_as_real(torch.fft.rfft(self.frames(samples) * self.window))
-        squares = spectrum.square().sum(-1)  # [B, D, F]
+        squares = (
+            torch.view_as_real(torch.fft.rfft(self.frames(samples) * self.window)).square().sum(-1)
+        )  # [B, D, F]
         bands = (squares if s.power == 2 else squares.sqrt()) @ self.filterbank
         db = ((20 / s.power) * torch.log10(bands.clamp_min(s.floor))).half().float()
         return (
@@ -453,8 +454,7 @@ def write_synthetic(folder: Path, spec: MelSpec) -> None:
         if k % 5 == 0:
             x[rng.integers(0, spec.n_samples, 8)] += 0.5
         x *= {14: 0.0, 15: 100.0}.get(k, 1.0)
-        samples = (np.clip(x, -1, 1) * 32_767).astype(np.int16)
-        write_wav(folder / f"{k:02d}.wav", samples, spec.sample_rate)
+        write_wav(folder / f"{k:02d}.wav", (np.clip(x, -1, 1) * 32_767).astype(np.int16), spec.sample_rate)
 
 # %% ../../nbs/extras/onnx.ipynb #0d000006
 TOLERANCE = 1e-3  # of scores and probabilities

@@ -96,8 +96,9 @@ def _distribution(name: str, given: Any) -> Any:
             log = more.pop("log", name in ("learning_rate", "weight_decay") and low > 0)
             is_valid = not more and isinstance(log, bool) and low < high and (low > 0 or not log)
             if is_valid and (float in kinds or not (low % 1 or high % 1)):
-                make = tools.FloatDistribution if float in kinds else tools.IntDistribution
-                return make(low, high, log=log)
+                return (tools.FloatDistribution if float in kinds else tools.IntDistribution)(
+                    low, high, log=log
+                )
             reason = "" if low < high else ": low must be below high"
     raise UsageError(
         f"the search space of {name} is invalid{reason}",

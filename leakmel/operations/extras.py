@@ -114,10 +114,7 @@ def make_working_folder(folder: str | os.PathLike) -> WorkingFolder:  # raises O
     target = user_path(folder)
     if os.path.lexists(target) and not target.is_dir():
         raise OutputError(
-            "this is a file, but a folder is needed",
-            code="not-a-folder",
-            path=target,
-            remedy="name a new folder",
+            "this is a file, not a folder", code="not-a-folder", path=target, remedy="name a new folder"
         )
     names = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
     kept = tuple(name for name in names if os.path.lexists(target / name))
@@ -565,9 +562,7 @@ class Correlate(Operation):
         band: Any = (self.band_low_hz, self.band_high_hz)
         if (self.band_low_hz is None) != (self.band_high_hz is None):
             raise UsageError(
-                "the band needs both ends",
-                code="conflicting-parameters",
-                expected="band_low_hz and band_high_hz",
+                "a band has two ends", code="conflicting-parameters", expected="band_low_hz and band_high_hz"
             )
         speed = self._speed()
         a: Any = None if self.a is None else user_path(self.a)
@@ -766,6 +761,8 @@ class Nightly(Operation):
     visited: str | None = option(None, metavar="FILE")
     # data set that drift is measured against, for example the training set; it is stored in the state folder (default: the first 28 nights)
     reference: str | None = option(None, metavar="FILE")
+    # where times come from: name (file name, pattern or table), or file (where there is none, the modification time, which is wrong for copies)
+    time_from: Literal["name", "file"] = "name"
     # exit status 4 if sensors have evidence for a leak
     exit_code: bool = option(False, command_only=True)
     # auto, cpu, cuda or cuda:1
@@ -780,7 +777,7 @@ class Nightly(Operation):
             **plan.given,
             "model": model,
             "state": state,
-            **values_of(self, "budget audits visited reference device"),
+            **values_of(self, "budget audits visited reference time_from device"),
         }
         return DetectorPlan({**plan.inputs, "budget": budget}, state, given)
 
@@ -876,11 +873,7 @@ class Export(Operation):
         return Outcome(done, done.summary, run.answer([repr(done)], next=then))
 
 
-@operation(
-    "card",
-    words="export --card",
-    example="leakmel export --card mels/TRAINING_DATASET.H5 --license CC-BY-4.0",
-)
+@operation("card", words="export --card", example="leakmel export --card mels.h5 --license CC-BY-4.0")
 class Card(Operation):
     "Write the card (Markdown) and the Croissant metadata (JSON-LD) of a data set or a detector."
 

@@ -216,8 +216,9 @@ class Explorer:
 
     def change_spec(self, **changes: Any) -> None:  # raises SpecError, UsageError
         "Change settings, or the preset, which resets the other settings."
-        kept = {k: v for k, v in self.changes.items() if "preset" not in changes or k in _INPUT_FIELDS}
-        settings = kept | changes
+        settings = {
+            k: v for k, v in self.changes.items() if "preset" not in changes or k in _INPUT_FIELDS
+        } | changes
         name = settings.pop("preset")
         held = {"sample_rate": self.spec.sample_rate, "duration_s": self.spec.duration_s}
         self.spec = spec = MelSpec.preset(name, **held | settings)

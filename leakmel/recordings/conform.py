@@ -28,8 +28,9 @@ def full_scale(
 ) -> float:
     "Return the largest positive value of an encoding as a float sample, at most that of 16 bits."
     bits = int(encoding[3:]) if encoding.startswith("pcm") and encoding[3:].isdigit() else 16
-    coded = {"alaw": 32_256 / 32_768, "ulaw": 32_124 / 32_768}
-    return coded.get(encoding, 1 - 2.0 ** (1 - min(16, max(2, bits))))
+    return {"alaw": 32_256 / 32_768, "ulaw": 32_124 / 32_768}.get(
+        encoding, 1 - 2.0 ** (1 - min(16, max(2, bits)))
+    )
 
 
 def moments_of(

@@ -42,6 +42,7 @@ from leakmel.recordings.tables import (
     column_name,
     csv_table,
     decode_text,
+    encoding_of,
     read_table,
     read_table_bytes,
     read_text,
@@ -181,9 +182,12 @@ def _append(fd: int, cells: Sequence[str], file: Path) -> None:
     if head != _HEADER and _HEADER.startswith(head):  # new, or a header that a crash cut off
         os.ftruncate(fd, 0)
         size, row = 0, _HEADER + _line(cells)
-    elif not head.replace(b"\r\n", b"\n").lower().startswith(_line(LABELS_COLUMNS, delimiter)):
+    elif (
+        not head.replace(b"\r\n", b"\n").lower().startswith(_line(LABELS_COLUMNS, delimiter))
+        or encoding_of(pread_all(fd, size, 0)) == "cp1252"
+    ):
         raise DataError(
-            "decisions cannot be appended to this file: its columns are others",
+            "decisions cannot be appended to this file: its columns or its encoding are others",
             code="table-columns",
             path=file,
             found=show_path(head.split(b"\n")[0]),
@@ -274,9 +278,7 @@ def _verdict(last: Iterable[Decision]) -> tuple[str, str]:
     named = [label for label in opinions if label != UNSURE]
     if len(set(map(_folded, named))) > 1:
         return "differ", ""
-    if UNSURE in opinions:
-        return "unsure", ""
-    return ("agreed", named[-1]) if named else ("none", "")
+    return ("unsure", "") if UNSURE in opinions else ("agreed", named[-1]) if named else ("none", "")
 
 
 def current_labels(decisions: Iterable[Decision]) -> CurrentLabels:
@@ -539,8 +541,7 @@ def read_track(file: str | os.PathLike, column: str = "Annotation") -> list[Time
         if line.startswith("\\") or not line.strip():
             continue
         # the text of Audacity may have tabs; the last cells may be missing
-        cells = line.split("\t", -1 if is_raven else 2)
-        row = dict(zip(names, cells, strict=False))
+        row = dict(zip(names, line.split("\t", -1 if is_raven else 2), strict=False))
         try:
             start, end = (float(row.get(name, "").replace(",", ".")) for name in (_BEGIN, _END))
         except ValueError:
@@ -773,10 +774,7 @@ def export_tracks(
     "Write a track for each recording on whose label people agree."
     if format not in TRACK_FORMATS:
         raise UsageError(
-            "the format is unknown",
-            code="unknown-choice",
-            found=repr(format),
-            expected=", ".join(TRACK_FORMATS),
+            "unknown format", code="unknown-choice", found=repr(format), expected=", ".join(TRACK_FORMATS)
         )
     current, target = read_labels(labels), Path(os.path.abspath(to))
     root = Path(os.path.abspath(recordings or Path(labels).parent))

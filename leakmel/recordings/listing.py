@@ -71,26 +71,10 @@ def is_inside(path: str | bytes, root: str | bytes) -> bool:
 # of Windows, Android, Linux, macOS, GoodSync, Nextcloud; of storage by Synology, QNAP, NetApp and Buffalo
 SYSTEM_FOLDERS = frozenset(
     (
-        *(
-            "$recycle.bin",
-            "recycler",
-            "recycled",
-            "system volume information",
-            "$extend",
-            "lost.dir",
-            "lost+found",
-        ),
-        *("__macosx", "network trash folder", "temporary items", "thevolumesettingsfolder", "@eadir", "@tmp"),
-        *(
-            "@synoeastream",
-            "#recycle",
-            "#snapshot",
-            "@sharesnap",
-            "@recycle",
-            "@recently-snapshot",
-            "~snapshot",
-        ),
-        *("trashbox", "_gsdata_", "files_trashbin", "files_versions"),
+        *("$recycle.bin", "recycler", "recycled", "system volume information", "$extend", "lost.dir"),
+        *("__macosx", "network trash folder", "temporary items", "thevolumesettingsfolder", "@eadir"),
+        *("@synoeastream", "#recycle", "#snapshot", "@sharesnap", "@recycle", "@recently-snapshot"),
+        *("lost+found", "@tmp", "~snapshot", "trashbox", "_gsdata_", "files_trashbin", "files_versions"),
     )
 )
 # files that Windows repaired, snapshots of Samba, bins
@@ -333,9 +317,7 @@ def _found_objects(
             found.passed_over[os.path.join(place, os.path.dirname(path))] += 1
         elif max(map(len, (*folders, name))) > LONGEST_NAME or len(path) > LONGEST_PATH:
             found.left_out.append(
-                Problem(
-                    "special", show_path(path), "the key is too long for the path of a file; it is left out"
-                )
+                Problem("special", show_path(path), "the key is too long for the path of a file")
             )
         else:
             found.add(path, size, stamp)

@@ -47,6 +47,18 @@ _TIME = re.compile(
 )
 _TIME_IN_NAME = re.compile(rf"(?<![0-9A-Za-z]){_TIME.pattern}(?![0-9A-Za-z:])", re.ASCII)
 _DATE = re.compile(r"(\d{4})([-_.]?)(\d\d)\2(\d\d)", re.ASCII)
+_OF_SPREADSHEETS = re.compile(
+    r"^(?:(\d{1,2})\.(\d{1,2})\.(\d{4})|(\d{4})/(\d{1,2})/(\d{1,2}))(?!\d)", re.ASCII
+)
+# date and time without a mark; the year of SoundTrap has two digits
+_JOINED = re.compile(r"^(?:((?:19|20)\d{6})(\d{6}|\d{4})|(\d{6})(\d{6}))(?!\d)", re.ASCII)
+
+
+def dashed_date(text: str) -> str:
+    "Write the date at the beginning of a text as YYYY-MM-DD, where it is D.M.YYYY or YYYY/M/D."
+    return _OF_SPREADSHEETS.sub(
+        lambda m: f"{m[3] or m[4]}-{m[2] or m[5]:0>2}-{m[1] or m[6]:0>2}", text.strip()
+    )
 
 
 def _iso(m: re.Match | None) -> str:
@@ -64,12 +76,13 @@ def _iso(m: re.Match | None) -> str:
 
 def clock_time(text: str) -> str:
     "A time that is the whole text in ISO 8601, with its zone if it has one; empty for other texts."
-    return _iso(_TIME.fullmatch(text)) if len(text) <= 40 else ""
+    plain = _JOINED.sub(lambda m: f"{m[1] or '20' + m[3]}_{m[2] or m[4]}", dashed_date(text[:41]))
+    return _iso(_TIME.fullmatch(plain)) if len(text) <= 40 else ""
 
 
 def whole_time(text: str) -> str:
     "A time or a date that is the whole text, as `clock_time`; a date is its first second."
-    date = _DATE.fullmatch(text)
+    date = _DATE.fullmatch(dashed_date(text))
     return clock_time(f"{date[1]}{date[3]}{date[4]}_000000" if date else text)
 
 
@@ -80,11 +93,11 @@ def iso_time(text: str) -> str:
     """
     if time := clock_time(text):
         return time
-    found = list(_TIME_IN_NAME.finditer(text)) if len(text) <= 255 else []
+    found = list(_TIME_IN_NAME.finditer(dashed_date(text))) if len(text) <= 255 else []
     return _iso(found[0]) if len(found) == 1 and found[0][1][:2] in ("19", "20") else ""
 
 
-TIME_FORMS = "20251110_020000, 20251110_0200, 20251110, 2025-11-10_02-00-00 or 2025-11-10T02:00:00, also with milliseconds (_123, .123) and a zone (Z, +0100)"
+TIME_FORMS = "20251110_020000, 20251110_0200, 20251110, 2025-11-10_02-00-00, 2025-11-10T02:00:00 or 10.11.2025_0200, also with _123, .123, Z or +0100"
 
 
 @functools.lru_cache(4096)
@@ -217,29 +230,13 @@ def pattern_tokens(
     for is_wrong, message, remedy in (
         (len(pattern) > _MAX_LENGTH, f"has more than {_MAX_LENGTH} characters", None),
         (brace, f"has a single {brace}", f"write {brace}{brace} for a literal {brace}"),
-        (
-            unknown == "**",
-            "has {**} next to text, but it stands for whole folders",
-            "write it like {**}/{sensor}",
-        ),
-        (
-            unknown is not None,
-            f"has an unknown field: {parameters.answer_unknown(unknown or '', FIELDS)}",
-            None,
-        ),
+        (unknown == "**", "has {**} next to text, but it stands for whole folders", "write {**}/{sensor}"),
+        (unknown is not None, f"has a bad field: {parameters.answer_unknown(unknown or '', FIELDS)}", None),
         (doubled, f"has the field {{{doubled}}} twice", "remove one of the two"),
         (not named, "has no field", "add at least one field"),
-        (
-            pattern[:1] == "/",
-            "begins with /, but paths are relative to the data folder",
-            "remove the leading /",
-        ),
+        (pattern[:1] == "/", "begins with /, but paths are relative to the folder", "remove the leading /"),
         (end.lower() in (".wav", ".wave"), f"ends in {end}", "remove the extension"),
-        (
-            joined,
-            f"has no text between the fields {joined}",
-            "put text between them: it ends the first field",
-        ),
+        (joined, f"has no text between the fields {joined}", "put text between them, the end of the first"),
     ):
         if is_wrong:
             raise UsageError(
@@ -347,35 +344,57 @@ def match_pattern(pattern: str, path: str) -> dict[str, str] | None:
     return None
 
 # %% ../../nbs/recordings/naming.ipynb #90e55001
+# a last {*} in braces is a time of day; the time then has the date only
 _GUESSES = (
-    *(f"{{**}}/{{sensor}}{mark}{{start_time}}" for mark in "_- "),
+    *(f"{{**}}/{{sensor}}{mark}{{start_time}}" for mark in "_- ."),
+    "{**}/{sensor}/{start_time}/{*}",
     "{**}/{sensor}/{start_time}",
-    "{**}/{sensor}/{*}_{start_time}",
-    "{**}/{sensor}_{start_time}_{*}",
-    "{**}/{sensor}/{start_time}_{*}",
-    *(f"{{**}}/{{start_time}}{mark}{{sensor}}" for mark in "_-/"),
+    *(f"{{**}}/{{sensor}}/{{*}}{mark}{{start_time}}" for mark in "_- "),
+    *(f"{{**}}/{{sensor}}{mark}{{start_time}}{mark}{{*}}" for mark in "_- "),
+    *(f"{{**}}/{{start_time}}/{{sensor}}{mark}{{*}}" for mark in "_- "),
+    *(f"{{**}}/{{start_time}}{mark}{{sensor}}" for mark in "_- /"),
+    *(f"{{**}}/{{sensor}}/{{start_time}}{mark}{{*}}" for mark in "_- "),
 )
+_CLOCK_ENDS = ("{start_time}/{*}", "{sensor}_{*}", "{sensor}-{*}", "{sensor} {*}")
+_DAY_OR_MONTH = re.compile(r"(?<!\d)(?:\d\d([-_]?)\d\d\1(?:19|20)\d\d|\d{6}_\d{4,6})(?!\d)", re.ASCII)
+
+
+def _read_guess(pattern: str, text: str) -> tuple[str, str] | None:
+    "Return sensor and date of a path without its extension; None if they may be something else."
+    fields = match_pattern(pattern, text) or {}
+    sensor = fields.get("sensor", "")
+    when = whole_time(fields.get("start_time", ""))
+    # behind a date, digits are rather a time of day, and a last {*} has to be one
+    is_number = pattern.endswith("{sensor}") and sensor.isdigit()
+    is_text = pattern.endswith(_CLOCK_ENDS) and not whole_time(f"20000101_{re.split('[-_ /]', text)[-1]}")
+    return None if is_number or is_text or not when or clock_time(sensor) else (sensor, when[:10])
 
 
 def guess_pattern(paths: Sequence[bytes]) -> str:
-    """Guess the pattern by which each path has a sensor and a time, from 2,000 paths; empty if none fits.
+    """Guess the pattern by which nine of ten paths have a sensor and a time, from 2,000 paths; empty if none fits.
 
-    One that gives several sensors is preferred.
+    One that gives several sensors is preferred, of these one whose sensors have several dates.
     """
     texts = [os.path.splitext(os.fsdecode(path))[0] for path in paths[:: 1 + len(paths) // 2000]]
-    found = dict[str, int]()  # pattern -> sensors
+    best: tuple[bool, bool, str] | None = None
     for pattern in _GUESSES if texts else ():
-        sensors = set[str]()
-        for text in texts:
-            fields = match_pattern(pattern, text) or {}
-            # behind a date, digits are rather a time of day
-            is_number = pattern.endswith("{sensor}") and fields.get("sensor", "").isdigit()
-            if is_number or not whole_time(fields.get("start_time", "")):
+        found: list[tuple[str, str]] = []
+        for k, text in enumerate(texts):
+            found += filter(None, [_read_guess(pattern, text)])
+            if 10 * (k + 1 - len(found)) > len(texts):
                 break
-            sensors.add(fields["sensor"])
         else:
-            found[pattern] = len(sensors)
-    return next(((pattern for pattern, n in found.items() if n > 1)), next(iter(found), ""))
+            sensors, dates = map(set, zip(*found, strict=True))
+            rank = len(sensors) > 1, len(dates) == 1 or len({*found}) > len(sensors), pattern
+            best = best if best and best[:2] >= rank[:2] else rank
+    return best[2] if best else ""
+
+
+def unread_times(paths: Sequence[bytes]) -> str:
+    "Describe two names whose sensor or time is not found, and why where a date has two meanings."
+    two = next(filter(None, (_DAY_OR_MONTH.search(os.fsdecode(path)) for path in paths[:1000])), None)
+    why = f"; {two[0]} has more than one meaning: day, month and year are not guessed" if two else ""
+    return f"{', '.join(map(show_path, paths[:2]))}{why}"
 
 # %% ../../nbs/recordings/naming.ipynb #60bf21a9
 _FORMS = {"start_time": f"times are read like {TIME_FORMS}", "gain": "a gain is a number"}

@@ -11,6 +11,7 @@ import codecs
 import collections
 import csv
 import io
+import logging
 import math
 import os
 import re
@@ -25,6 +26,8 @@ from leakmel.core.errors import DataError, UsageError, explain, show_path
 from leakmel.recordings.naming import TIME_FORMS, NameParts, iso_time, split_name
 from leakmel.recordings.problems import Problem, how_many
 from leakmel.recordings.wav import digest_of
+
+log = logging.getLogger("leakmel")
 
 # %% ../../nbs/recordings/tables.ipynb #2c177d17
 TABLE_COLUMNS = ("path", "path_base64", "label", "split", *NameParts._fields)
@@ -153,23 +156,30 @@ def require_same_table(
     "Check that a table still has the digest that it had when it was read; raises DataError."
     if file is not None and digest and digest_of(read_table_bytes(file)) != digest:
         raise DataError(
-            "the table of labels was changed since it was read",
-            code="table-changed",
-            path=file,
-            remedy=remedy,
+            "the table of labels changed since it was read", code="table-changed", path=file, remedy=remedy
         )
 
 
-def _encoding(data: bytes) -> str:
-    return "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+def encoding_of(data: bytes) -> str:
+    "Name the encoding of a text: UTF-16 by its mark, Windows-1252 where no letter of it is UTF-8, else UTF-8."
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    try:
+        data.decode()
+    except UnicodeDecodeError as e:
+        # a crash can cut off a letter at the end
+        if e.reason != "unexpected end of data" and data.decode("utf-8", "ignore").isascii():
+            return "cp1252"
+    return "utf-8-sig"
 
 
 def decode_text(data: bytes, file: Path) -> str:
-    "Decode a file that a person or a program saved; raises DataError if it is neither UTF-8 nor UTF-16."
+    "Decode a file that a person or a program saved; raises DataError if it is no text. Windows-1252 is logged."
+    encoding = encoding_of(data)
     try:
-        text = data.decode(_encoding(data))
+        text = data.decode(encoding)
     except UnicodeDecodeError as e:
-        text = data[: e.start].decode(_encoding(data), "ignore") + "\0"
+        text = data[: e.start].decode(encoding, "ignore") + "\0"
     if (at := text.find("\0")) >= 0:
         line = text.count("\n", 0, at) + 1
         raise DataError(
@@ -178,6 +188,9 @@ def decode_text(data: bytes, file: Path) -> str:
             path=file,
             remedy="save it as CSV UTF-8 or as Unicode text, or write names that are not UTF-8 into the column path_base64",
         )
+    if encoding == "cp1252":
+        word = next(word for word in re.split(r'[,;\t\r\n"]+', text) if not word.isascii())
+        log.warning("%s: read as Windows-1252: %s", show_path(file), show_path(word.strip()))
     return text
 
 
@@ -277,12 +290,11 @@ def csv_table(file: Path, text: str, names: Collection[str] = ()) -> CsvTable:
 def has_columns(file: BinaryIO, columns: Sequence[str]) -> bool:
     "Return whether a table, of leakmel or a spreadsheet, begins with columns; raises DataError for no table."
     data = file.read(4096)
-    found = csv_table(Path(), data.decode(_encoding(data), "ignore"), columns).columns
+    found = csv_table(Path(), data.decode(encoding_of(data), "ignore"), columns).columns
     return found[: len(columns)] == list(columns)
 
 # %% ../../nbs/recordings/tables.ipynb #5a1e0b05
 _NUMBER = re.compile(r"[-+]?(?:\d+[.,]?\d*|[.,]\d+)(?:[eE][-+]?\d+)?", re.ASCII)
-_DATE = re.compile(r"^(?:(\d{1,2})\.(\d{1,2})\.(\d{4})|(\d{4})/(\d{1,2})/(\d{1,2}))(?!\d)", re.ASCII)
 
 
 def table_number(text: str, delimiter: str = "") -> float:
@@ -293,11 +305,6 @@ def table_number(text: str, delimiter: str = "") -> float:
         raise ValueError(f"{text[:80]!r} is not a number")
     return value
 
-
-def dashed_date(text: str) -> str:
-    "Write the date at the beginning of a text as YYYY-MM-DD, where a spreadsheet has D.M.YYYY or YYYY/M/D."
-    return _DATE.sub(lambda m: f"{m[3] or m[4]}-{m[2] or m[5]:0>2}-{m[1] or m[6]:0>2}", text.strip())
-
 # %% ../../nbs/recordings/tables.ipynb #56ca2cf7
 def _row(cells: dict[str, str], delimiter: str) -> tuple[bytes, str, str, NameParts]:
     "Read path, label, split and parts from the cells of TABLE_COLUMNS; raises ValueError."
@@ -305,7 +312,7 @@ def _row(cells: dict[str, str], delimiter: str) -> tuple[bytes, str, str, NamePa
     coded = text["path_base64"]
     path = base64.b64decode(coded, validate=True) if coded else os.fsencode(text["path"])
     split = split_name(text["split"]) or ""
-    when = iso_time(dashed_date(text["start_time"]))
+    when = iso_time(text["start_time"])
     if b"\0" in path or {b"", b".", b".."} & set(path.split(b"/")):
         raise ValueError(
             f"the path {show_path(path)!r} is empty, not below the data folder or not in its plain form"

@@ -385,8 +385,9 @@ def _decode(raw: bytearray, header: WavHeader) -> np.ndarray:
         values = np.frombuffer(raw, np.uint8, n).astype(np.int16) - 128
     elif width == 3:
         width = 4  # each sample with a byte of its neighbour, which is removed
-        padded = b"\0" + raw if order == "<" else raw + b"\0"
-        values = np.ndarray(n, f"{order}i4", padded, strides=(3,)) & -256
+        values = (
+            np.ndarray(n, f"{order}i4", b"\0" + raw if order == "<" else raw + b"\0", strides=(3,)) & -256
+        )
     else:
         values = np.frombuffer(raw, f"{order}{'f' if is_float else 'i'}{width}", n)
     with np.errstate(over="ignore", invalid="ignore"):  # beyond float32 becomes infinite, and is refused

@@ -150,14 +150,22 @@ def test_a_file_that_changed_is_read_again(tmp_path, model):
 def test_files_that_cannot_be_opened_are_tried_again(tmp_path, model):
     if os.geteuid() == 0:
         table = tmp_path / "t.csv"
-        table.write_text("path,label,sensor\na.wav,,P0\nb.wav,,P1\n")
+        table.write_text("path,sensor,start_time\na.wav,P0,1.1.2025 23:00\nb.wav,P1,1.1.2025 23:00\n")
         put_at(tmp_path / "r", "a.wav", noise(1))
         first = nightly(
-            tmp_path / "r", model, tmp_path / "s", manifest=lm.scan(tmp_path / "r", table=table), **QUIET
+            tmp_path / "r",
+            model,
+            tmp_path / "s",
+            manifest=lm.scan(tmp_path / "r", table=table, with_labels=False),
+            **QUIET,
         )
         put_at(tmp_path / "r", "b.wav", noise(2))
         second = nightly(
-            tmp_path / "r", model, tmp_path / "s", manifest=lm.scan(tmp_path / "r", table=table), **QUIET
+            tmp_path / "r",
+            model,
+            tmp_path / "s",
+            manifest=lm.scan(tmp_path / "r", table=table, with_labels=False),
+            **QUIET,
         )
     else:
         folder = write_nights(tmp_path / "r", range(1, 2))
@@ -188,7 +196,10 @@ def test_clocks_that_are_wrong(tmp_path, model):
     put_at(folder, name("P0", 1), noise(1))
     for k, time in enumerate(("21060207_062815", "00010101_000000", "20251301_000000", "19700101_000000")):
         put_at(folder, f"P{k + 1}~1~{time}~24.wav", noise(k + 2))
-    done = nightly(folder, model, tmp_path / "s", **QUIET)
+    named = nightly(folder, model, tmp_path / "named", **QUIET)
+    assert (named.counts.new, [r.code for r in named.rejected]) == (1, ["no_time"] * 4)
+    assert "rejected: 4 x no_time, first P1~1~21060207" in named.text()
+    done = nightly(folder, model, tmp_path / "s", time_from="file", **QUIET)
     assert (done.counts.new, done.counts.times_from_file) == (5, 4)
     assert done.last_night == "2025-01-01"  # that of the clock that is right
 
@@ -461,7 +472,7 @@ def test_sensors_that_a_spreadsheet_changed_are_noticed(tmp_path, model, sensor)
 def test_a_wrong_clock_does_not_move_the_last_night(tmp_path, model):
     folder = write_nights(tmp_path / "r", range(1, 4))
     put_at(folder, "P0~9~20990101_230000~24.wav", noise(9))
-    done = nightly(folder, model, tmp_path / "s", **QUIET)
+    done = nightly(folder, model, tmp_path / "s", time_from="file", **QUIET)
     assert (done.last_night, done.counts.times_from_file) == ("2025-01-03", 1)
 
 
@@ -472,7 +483,8 @@ def test_a_file_without_a_plausible_time(tmp_path, model, written):
     put_at(folder, "P0~9~20990101_230000~24.wav", noise(9))
     for file in folder.rglob("*.wav"):
         os.utime(file, (written, written))
-    done = nightly(folder, model, tmp_path / "s", **QUIET)
+    assert nightly(folder, model, tmp_path / "named", **QUIET).counts.new == 4
+    done = nightly(folder, model, tmp_path / "s", time_from="file", **QUIET)
     assert (done.last_night, done.counts.times_from_file) == ("2025-01-02", 1)
 
 
@@ -493,19 +505,20 @@ def test_a_wrong_clock_alone_does_not_move_the_last_night(tmp_path, model):
     folder = write_nights(tmp_path / "r", range(1, 3))
     nightly(folder, model, tmp_path / "s", **QUIET)
     put_at(folder, "P0~9~20990101_230000~24.wav", noise(9))
-    assert nightly(folder, model, tmp_path / "s", **QUIET).last_night == "2025-01-02"
+    by_file: dict[str, Any] = {"time_from": "file", **QUIET}
+    assert nightly(folder, model, tmp_path / "s", **by_file).last_night == "2025-01-02"
     put_at(folder, "P0~without a time~24.wav", noise(10))
     found = lm.scan(folder, pattern="{sensor}~{*}")
-    assert nightly(folder, model, tmp_path / "s", manifest=found, **QUIET).last_night == "2025-02-28"
+    assert nightly(folder, model, tmp_path / "s", manifest=found, **by_file).last_night == "2025-02-28"
 
 
 def test_touched_files_are_known(tmp_path, model):
     folder = write_nights(tmp_path / "r", range(1, 3))
     put_at(folder, "silent/P5~1~x~24.wav", np.zeros_like(noise(1)))
-    first = nightly(folder, model, tmp_path / "s", **QUIET)
+    first = nightly(folder, model, tmp_path / "s", time_from="file", **QUIET)
     for file in folder.rglob("*.wav"):
         os.utime(file, (WRITTEN + 9, WRITTEN + 9))
-    second = nightly(folder, model, tmp_path / "s", **QUIET)
+    second = nightly(folder, model, tmp_path / "s", time_from="file", **QUIET)
     assert first.counts.new == 5
     assert (second.counts.known, second.counts.new, second.counts.copies) == (5, 0, 0)
 
@@ -513,7 +526,7 @@ def test_touched_files_are_known(tmp_path, model):
 @each("form", ["noon{}", "S2025010{}_230000", "173577240{}"])
 @each("source", ["pattern", "table"])
 def test_promised_times_that_no_recording_has_are_an_error(tmp_path, model, form, source):
-    "Else all recordings would be dated by the copy; without the promise the times of the files count, and the result says so."
+    "Else all recordings would be dated by the copy; where it is asked for, the times of the files count, and the result says so."
     for day in (1, 2):
         put_at(tmp_path / "r", f"P0/{form.format(day)}.wav", noise(day))
     table = tmp_path / "t.csv"
@@ -524,10 +537,16 @@ def test_promised_times_that_no_recording_has_are_an_error(tmp_path, model, form
     error = refused(
         "no-times", lambda: nightly(tmp_path / "r", model, tmp_path / "s", manifest=promised, **QUIET)
     )
-    assert "20251110_020000" in str(error)
-    assert not (tmp_path / "s" / HISTORY_FILE).exists()
+    for word in (
+        "20251110_020000",
+        f"P0/{form.format(2)}.wav",
+        "--time-from file",
+        "--pattern '{**}/{sensor}/{*}'",
+    ):
+        assert word in str(error)
+    assert not (tmp_path / "s" / SENSORS_CSV).exists()
     free = lm.scan(tmp_path / "r", pattern="{sensor}/{recording}")
-    done = nightly(tmp_path / "r", model, tmp_path / "s", manifest=free, **QUIET)
+    done = nightly(tmp_path / "r", model, tmp_path / "s", manifest=free, time_from="file", **QUIET)
     assert (done.counts.new, done.counts.times_from_file) == (2, 2)
     assert "2 new recordings have no valid time in their name" in done.text()
 

@@ -26,6 +26,7 @@ class Dialect:
 
 ORDINARY = Dialect(line_end="\n")
 EXCEL_DE = Dialect("utf-8-sig", ";")
+WINDOWS_DE = Dialect("cp1252", ";")
 UNICODE_TEXT = Dialect("utf-16", "\t")
 OLD_MAC = Dialect(delimiter=";", line_end="\r")
 SEP_LINE = Dialect(delimiter=";", sep=True, header="title")
@@ -34,6 +35,7 @@ CUT = Dialect(delimiter=";", cut=True)
 NAMED = {
     "ordinary": ORDINARY,
     "German Excel": EXCEL_DE,
+    "German Excel, plain CSV": WINDOWS_DE,
     "Unicode text": UNICODE_TEXT,
     "old Mac": OLD_MAC,
     "sep": SEP_LINE,

@@ -12,7 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from leakmel.recordings import naming
-from leakmel.recordings.naming import columns_of_names, iso_time, parse_name, whole_time
+from leakmel.recordings.naming import (
+    Naming,
+    columns_of_names,
+    guess_pattern,
+    iso_time,
+    parse_name,
+    unread_times,
+    whole_time,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -172,9 +180,8 @@ def test_times_of_loggers() -> None:
         assert whole_time(text + more) == WHEN + ends
         assert whole_time(name.format(text + more)) == (WHEN + ends if name == "{}" else "")
 
-
-def test_other_numbers_are_no_times() -> None:
-    assert {iso_time(text) for text in ("20251110_0203", "2025-11-10_02-03")} == {"2025-11-10T02:03:00"}
+    short = ("20251110_0203", "2025-11-10_02-03", "202511100203", "251110020300", "10.11.2025 02.03")
+    assert {iso_time(text) for text in short} == {"2025-11-10T02:03:00"}
     assert [text for text in NO_TIMES if iso_time(text)] == []
 
 
@@ -183,3 +190,66 @@ def test_what_is_read_as_a_time_is_a_time(text: str) -> None:
     "And it is read again as the same one."
     if time := iso_time(text):
         assert datetime.fromisoformat(time).isoformat() == iso_time(time) == whole_time(time) == time
+
+
+DAY = "2026-11-01T00:00:00"
+TWO = "2026-11-01T02:00:00"
+
+
+@each(
+    ("names", "expected"),
+    [
+        ("LOG1001_20261101_0200 LOG1002_20261101_0200", ("LOG1001", TWO)),
+        ("LOG1001_20261101 LOG1002_20261101", ("LOG1001", DAY)),
+        ("1001 2026-11-01 0200|1002 2026-11-01 0200", ("1001", TWO)),
+        ("1001-20261101-020000 1002-20261101-020000", ("1001", TWO)),
+        ("Haupt_str_12_20261101_0200 Haupt_str_14_20261101_0200", ("Haupt_str_12", TWO)),
+        ("1001_01.11.2026 1002_01.11.2026", ("1001", DAY)),
+        ("LOG1 1.11.2026 02-00-00|LOG2 1.11.2026 02-00-00", ("LOG1", TWO)),
+        ("LOG1001_20261101020000 LOG1002_20261101020000", ("LOG1001", TWO)),
+        ("LOG1001_202611010200 LOG1002_202611010200", ("LOG1001", TWO)),
+        ("5147.261101020000 5148.261101020000", ("5147", TWO)),  # SoundTrap
+        ("24F319055FDF2902_20261101_020000T 24F319055FDF2903_20261101_020000", ("24F319055FDF2902", TWO)),  # AudioMoth
+        ("SM4-A_20261101$020000 SM4-B_20261101_020000", ("SM4-A", TWO)),  # Song Meter
+        ("SM2-1_20261101_020000_000 SM2-2_20261101_020000_000", ("SM2-1", TWO)),
+        ("SBW1234_20261101_020000 SBW1235_20261101_020000", ("SBW1234", TWO)),  # icListen
+        ("20261101T020000+0100_BAR01 20261101T020000+0100_BAR02", ("BAR01", f"{TWO}+01:00")),  # Frontier Labs
+        ("LOG1-2026-11-01T02-00-00 LOG2-2026-11-01T02-00-00", ("LOG1", TWO)),
+        ("LOG1_20261101T020000Z LOG2_20261101T020000Z", ("LOG1", f"{TWO}+00:00")),
+        ("20261101_0200_LOG1 20261101_0200_LOG2", ("LOG1", TWO)),
+        ("LOG1/20261101_0200 LOG2/20261101_0200", ("LOG1", TWO)),
+        ("LOG1/2026-11-01 LOG2/2026-11-01", ("LOG1", DAY)),
+        ("LOG1/2026-11-01/0200 LOG2/2026-11-01/0200", ("LOG1", DAY)),
+        ("2026-11-01/LOG1 2026-11-01/LOG2", ("LOG1", DAY)),
+        ("2026-11-01/LOG1_0200 2026-11-01/LOG2_0200", ("LOG1", DAY)),
+        ("Nord/2026-11-01/LOG1 Süd/2026-11-01/LOG2", ("LOG1", DAY)),
+        ("Nord/20261101_LOG1 Süd/20261101_LOG2", ("LOG1", DAY)),
+        ("2026/11/LOG1_20261101_0200 2026/11/LOG2_20261101_0200", ("LOG1", TWO)),
+        # a counter is no sensor
+        ("A/R1_20261101_0200 A/R2_20261102_0200 B/R1_20261101_0200 B/R3_20261102_0200", ("A", TWO)),
+        ("LOG1_20261101_0200_a LOG2_20261101_0200_b", ("LOG1", TWO)),
+        # a serial number that looks like a date: the line of the run shows it
+        ("20231105_20261101_0200 20231106_20261101_0200", ("20231105", TWO)),
+        # one name in ten may be another
+        ("x " + " ".join(f"LOG{k}_20261101_0200" for k in range(10)), ("", "")),
+        # two meanings, or none
+        ("LOG1001_01-11-2026_0200 LOG1002_01-11-2026_0200", "01-11-2026 has more than one meaning"),
+        ("LOG1001_01112026_0200 LOG1002_01112026_0200", "01112026 has more than one meaning"),
+        ("LOG1001_261101_0200 LOG1002_261101_0200", "261101_0200 has more than one meaning"),
+        ("2026-11-01/1001 2026-11-01/1002", "2026-11-01/1001.wav, 2026-11-01/1002.wav"),
+        ("20261101_0200 20261101_0300", ""),
+        ("LOG1001_1793498400 LOG1002_1793498400", ""),
+        ("5BE2F1A0 5BE2F1A1", ""),
+        ("LOG1 LOG2", ""),
+    ],
+)  # fmt: skip
+def test_names_of_loggers(names: str, expected: tuple[str, str] | str) -> None:
+    "Sensor and time of the first name by the pattern that is guessed, or why there is none."
+    paths = [f"{name}.wav".encode() for name in names.split("|" if "|" in names else " ")]
+    pattern = guess_pattern(paths)
+    if isinstance(expected, str):
+        assert not pattern
+        assert expected in unread_times(paths)
+    else:
+        parts = Naming("pattern", pattern).read(paths[0]).parts
+        assert (parts.sensor, parts.start_time) == expected

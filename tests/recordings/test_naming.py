@@ -596,12 +596,12 @@ def test_odd_names_survive_a_round_trip_through_a_table(tmp_path):
             ["'/a.wav' is empty, not below"],
         ),
         ("path,label\n" + "x" * 140_000 + ".wav,LEAK\n", ["line 2: the text is not valid CSV"]),
-        (b"path,label\na.wav,LEAK\ncaf\xe9.wav,LEAK\n", ["line 3: the text is not UTF-8", "path_base64"]),
+        (b"path,label\na.wav,LEAK\ncaf\x81.wav,LEAK\n", ["line 3: the text is not UTF-8", "path_base64"]),
         (b"PK\x03\x04\x14\0\x06\0", ["an Excel workbook", "Save it as CSV UTF-8"]),
         ("name,label\na.wav,LEAK\n", ["path (or file, or filename)"]),
         ('path,label,gain\na.wav,LEAK,"1,500"\n', ["line 2: ", "is not a number"]),
         ("path,label\na.wav,LEAK\n".encode("utf-16")[:-1], ["line 2: the text is not UTF-8", "Unicode text"]),
-        ("path,label\na.wav,SÜD\n".encode("cp1252"), ["line 2: the text is not UTF-8", "CSV UTF-8"]),
+        (b"path,label\na.wav,S\xc3\x9cD\nb.wav,S\xdcD\n", ["line 3: the text is not UTF-8", "CSV UTF-8"]),
     ],
 )
 def test_faults_of_a_table_are_named_with_their_line(tmp_path, text, words):

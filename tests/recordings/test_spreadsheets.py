@@ -20,7 +20,8 @@ from leakmel.extras.nightly.nights import read_visits
 from leakmel.extras.nightly.run import place_of
 from leakmel.extras.review.review import read_score_table
 from leakmel.recordings.labels import LABELS_COLUMNS, Decision, append_decision, read_decisions, read_labels
-from leakmel.recordings.tables import csv_table, dashed_date, decode_text, read_table, table_number
+from leakmel.recordings.naming import dashed_date
+from leakmel.recordings.tables import csv_table, decode_text, read_table, table_number
 from leakmel.recordings.wav import canonical_header
 
 
@@ -235,7 +236,7 @@ def test_nights_that_are_not_clear_are_refused(tmp_path, night):
 def test_other_encodings_and_broken_rows_are_refused(tmp_path, read, head):
     file = tmp_path / "t.csv"
     for rest, line, words in (
-        ("remark\r\n\r\nSüd\r\n".encode("cp1252"), 3, "CSV UTF-8"),
+        ("remark\r\n\r\nSüd".encode() + "ü\r\n".encode("cp1252"), 3, "CSV UTF-8"),
         (b'remark\n\n\n"a,b\n', 4, "quotes"),
         (b"remark\n" + b"x," * 9 + b"x\n", 2, "the row has 10 cells"),
     ):
@@ -283,7 +284,7 @@ def test_appending_to_a_saved_table_keeps_it_or_is_refused(tmp_path):
         file = tmp_path / "labels.csv"
         file.write_bytes(as_saved(rows, d, range(6)))
         before = file.read_bytes()
-        if d.encoding.startswith("utf-16") or d.line_end == "\r" or d.sep or d.blank:
+        if d.encoding in ("utf-16", "utf-16-be", "cp1252") or d.line_end == "\r" or d.sep or d.blank:
             with raises("table-columns", DataError) as e:
                 append_decision(file, second)
             assert "CSV UTF-8" in str(e.value.remedy)
@@ -295,7 +296,12 @@ def test_appending_to_a_saved_table_keeps_it_or_is_refused(tmp_path):
             assert read_decisions(file) == [first, second]
 
 
-def test_a_delimiter_that_is_named(tmp_path):
+def test_a_delimiter_that_is_named_and_an_encoding_that_is_found(tmp_path, caplog):
+    (tmp_path / "v.csv").write_bytes(
+        "Sensor;Night\r\nA1;1.11.2026\r\nHauptstraße 1;2.11.2026\r\n".encode("cp1252")
+    )
+    assert read_visits(tmp_path / "v.csv") == {"A1": "2026-11-01", "Hauptstraße 1": "2026-11-02"}
+    assert "v.csv: read as Windows-1252: Hauptstraße 1" in caplog.text
     for text in ("sep=|\r\nSensor|Night\r\n", '"sep=|"\nSensor|Night\n', "SEP=|;;\rSensor|Night\r"):
         table = csv_table(tmp_path, decode_text(text.encode("utf-8-sig"), tmp_path))
         assert (table.columns, table.delimiter) == (["sensor", "night"], "|")

@@ -575,8 +575,7 @@ def correlate(
     x, y, correction_s = _common_time(x, y, rate, offset_s or 0.0)
     x, y = ((s - s.mean()) / s.std() for s in (x, y))
     # a segment is four times as long as the largest delay
-    longest = math.ceil(min(2 * pipe.most_s * rate, len(x))) + 4
-    n_samples = 2 * fft.next_fast_len(max(256, longest), real=True)
+    n_samples = 2 * fft.next_fast_len(max(256, math.ceil(min(2 * pipe.most_s * rate, len(x))) + 4), real=True)
     x, y = (_level(s, n_samples) for s in (x, y))
     spectra, band_hz = _spectra(x, y, rate, n_samples, band_hz)
     most_s = pipe.most_s + 2 / rate

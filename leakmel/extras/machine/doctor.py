@@ -231,8 +231,9 @@ def measure_choice(folder: Path) -> Figures:
     from leakmel.mel.spec import MelSpec
 
     has_gpu = may_have_cuda()
-    rates = (find_tuned(folder) or {}).get("rates")
-    found = engine_costs(MelSpec.preset("disjoint"), has_gpu=True, rates=rates)
+    found = engine_costs(
+        MelSpec.preset("disjoint"), has_gpu=True, rates=(find_tuned(folder) or {}).get("rates")
+    )
     costs = {(c.engine, c.device): c for c in found}
     size = break_even(costs["cpu", "cpu"], costs["triton", "cuda"]) if has_gpu else math.inf
     return {
@@ -513,8 +514,7 @@ def check_line(key: str, folder: Path) -> Check:
             advice = "Nothing is wrong unless you want to use it"
         return Check(key, line.title, "missing" if is_absent else "warn", found, advice, line.needed)
     advice = "" if line.is_right(figures) else line.remedy
-    is_missing = None in figures.get("versions", {}).values()
-    status = "missing" if is_missing else "warn" if advice else "ok"
+    status = "missing" if (None in figures.get("versions", {}).values()) else "warn" if advice else "ok"
     found = "; ".join(figure_text(name, value) for name, value in figures.items() if name != "engines")
     return Check(key, line.title, status, found, advice, line.blocks(figures), figures)
 

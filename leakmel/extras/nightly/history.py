@@ -368,8 +368,9 @@ def export_history(
         bar = Progress(2 * n_rows, unit="rows", label="history: write and check", show=progress)
         with new_folder(target) as folder, bar:
             for table, sql in _EXPORTED.items():
-                pages = partial(_pages, history, sql)
-                write_table(folder / f"{table}.parquet", _schema(history, sql), pages, bar.add)
+                write_table(
+                    folder / f"{table}.parquet", _schema(history, sql), partial(_pages, history, sql), bar.add
+                )
             files, size = tree_size(folder)
     return ExportResult(
         path=target,

@@ -32,8 +32,9 @@ from leakmel.detector.model.detector import Detector, required_spec, spec_differ
 from leakmel.extras.nightly.history import N_BANDS, History, HistoryEntry
 from leakmel.mel.engines import Engine, open_engine
 from leakmel.mel.spec import MelSpec
+from leakmel.recordings.naming import dashed_date
 from leakmel.recordings.problems import how_many
-from leakmel.recordings.tables import csv_table, dashed_date, read_text
+from leakmel.recordings.tables import csv_table, read_text
 from leakmel.recordings.wav import read_wav
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #944c5103

@@ -42,7 +42,7 @@ from leakmel.pages.page_figures import filled, playback, png_bytes
 from leakmel.pages.plots import f32, label_colour, styled_figure
 from leakmel.recordings.listing import Listing
 from leakmel.recordings.manifest import Manifest, scan
-from leakmel.recordings.naming import TIME_FORMS, NameParts, guess_pattern, pattern_tokens
+from leakmel.recordings.naming import TIME_FORMS, NameParts, guess_pattern, unread_times
 from leakmel.recordings.problems import how_many, twin_problems
 from leakmel.recordings.tables import has_columns, table_number
 from leakmel.recordings.wav import Recording
@@ -72,6 +72,7 @@ class _Files:
     folder: Path
     found: dict[bytes, _File]  # by path
     missing: list[bytes]  # that the table does not name
+    time_from: str  # as for `nightly`
     # size, mtime, digest and problem, of earlier runs
     stored: dict[bytes, tuple] = field(default_factory=dict)
     to_read: list[bytes] = field(default_factory=list)  # files with a sensor that are not known
@@ -89,7 +90,7 @@ def _by_path(found: RecordingList) -> dict[bytes, _File]:
     )
 
 
-def _find(folder: str | os.PathLike, manifest: Manifest | None, progress: str) -> _Files:
+def _find(folder: str | os.PathLike, manifest: Manifest | None, time_from: str, progress: str) -> _Files:
     "List the recordings of the folder; what the table does not say is taken from the file name."
     listed = find_recordings(folder, manifest=manifest, progress=progress)
     files = _by_path(listed)
@@ -102,20 +103,7 @@ def _find(folder: str | os.PathLike, manifest: Manifest | None, progress: str) -
             said = {k: v for k, v in name._asdict().items() if v != "" and v == v}
             every[path] = (size, mtime_ns, own._replace(**said))
         files = dict(sorted(every.items()))
-    if manifest is not None and not any(name.start_time for name in listed.names):
-        naming, table = manifest.naming, manifest.names
-        of_pattern = naming.source == "pattern" and ("field", "start_time") in pattern_tokens(naming.pattern)
-        # the times of the files may be those of a copy
-        if of_pattern or (table is not None and table.has_times):
-            raise DataError(
-                "no recording has a start time, although the pattern or the table has a place for it",
-                code="no-times",
-                path=listed.listing.folder,
-                found=f"first recording {show_path(listed.listing.paths[0])}",
-                expected=f"times like {TIME_FORMS}",
-                remedy="change the pattern or the column start_time, or leave it out: files then date recordings, which is wrong for copies",
-            )
-    return _Files(listed.listing.folder, files, missing)
+    return _Files(listed.listing.folder, files, missing, time_from)
 
 
 def _sensor_name(name: str) -> str:
@@ -130,6 +118,9 @@ def stored_files(history: History, paths: Iterable[bytes]) -> dict[bytes, tuple]
     return {path: row for path in paths for row in history.query(sql, (path,))}
 
 
+_PASTED = {"{**}/{sensor}/{*}": b"/", "{sensor}_{*}": b"_", "{sensor}": b""}  # patterns without a time
+
+
 def _sort_files(history: History, files: _Files) -> None:
     "Find the files that are not known."
     files.stored = stored_files(history, files.found)
@@ -139,18 +130,24 @@ def _sort_files(history: History, files: _Files) -> None:
             files.rejected.append(Rejected(path, problem, "it was read in an earlier run"))
         elif known == state:
             files.paths[digest] = path
-        elif _sensor_name(name.sensor):
-            files.to_read.append(path)
-        else:
+        elif not _sensor_name(name.sensor):
             files.rejected.append(Rejected(path, "no_sensor", "the sensor is not known"))
-    if sum(r.code == "no_sensor" for r in files.rejected) == len(files.found):
+        elif files.time_from != "file" and recording_time(name.start_time, 0)[1]:
+            files.rejected.append(Rejected(path, "no_time", "its name has no time, or an impossible one"))
+        else:
+            files.to_read.append(path)
+    lost = [r.path for r in files.rejected if r.code in ("no_sensor", "no_time")]
+    if len(lost) == len(files.found):
+        is_named = any(r.code == "no_time" for r in files.rejected)
+        fields = next(p for p, mark in _PASTED.items() if mark in lost[0])
         raise DataError(
-            "no recording of the folder has the name of its sensor",
-            code="no-sensor",
+            f"no recording of the folder has the {'time of its start' if is_named else 'name of its sensor'}",
+            code="no-times" if is_named else "no-sensor",
             path=files.folder,
-            found=show_path(next(iter(files.found))),
-            expected="names like SENSOR~RECORDING~20261124_230000~GAIN.wav",
-            remedy="give a pattern of the paths (--pattern '{sensor}/{start_time}'), or a table with a column sensor (--table, --columns)",
+            found=unread_times(lost),
+            expected=f"names like SENSOR_TIME, SENSOR/TIME or TIME_SENSOR, or a pattern, with times like {TIME_FORMS}",
+            remedy=f"name the parts (--pattern '{fields}', with {{start_time}} where the time is), or give a table with the columns path, "
+            "sensor and start_time (--table, --columns); --time-from file takes the times of the files, which are wrong for copies",
         )
 
 # %% ../../../nbs/extras/nightly/run.ipynb #fd79d613
@@ -220,7 +217,9 @@ def read_new(files: _Files, detector: Detector, history: History, device: str, p
     )
     known = {text_key(sensor): sensor for sensor in nights.all_sensors(history)}
     rejected = list(done.rejections)
-    times = [recording_time(new[path][2].start_time, new[path][1]) for path in done.scored.paths]
+    # without a time of the file, names are compared with the present time
+    takes_file = files.time_from == "file"
+    times = [recording_time(new[p][2].start_time, takes_file * new[p][1]) for p in done.scored.paths]
     last = history.last_night()
     latest = max((when for when, from_file in times if not from_file), default="")
     for s, levels, (when, from_file) in zip(done.scored, measured, times, strict=True):
@@ -358,14 +357,20 @@ class NightlyRun:
         c = self.counts
         codes = Counter(r.code for r in self.rejected).most_common()
         first = {r.code: show_path(r.path) for r in reversed(self.rejected)}
-        ill = [r for r in self.sensors if r.health != "ok"]
+        ill = dict[str, list[str]]()  # what is wrong -> sensors
+        for r in self.sensors:
+            for what in r.health.split("; ") if r.health != "ok" else ():
+                kind, _, size = what.replace(" for ", " by ").partition(" by ")
+                ill.setdefault(kind, []).append(f"{r.sensor} ({size})" if size else r.sensor)
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
                 f"  visits, each with its reason: {show_path(self.state / VISITS_HTML)}",
                 *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
-                *(f"  check the logger {r.sensor}: {r.health}" for r in ill[:MAX_NAMED]),
-                *[f"  and {len(ill) - MAX_NAMED:,} more loggers to check"] * (len(ill) > MAX_NAMED),
+                *(
+                    f"  check {how_many(len(names), 'logger')}, {kind}: {', '.join(names[:MAX_NAMED])}{' ...' * (len(names) > MAX_NAMED)}"
+                    for kind, names in ill.items()
+                ),
                 f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {c.found:,} files found",
                 *[f"  {c.times_from_file:,} {_FROM_FILE}"] * (c.times_from_file > 0),
                 *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
@@ -513,14 +518,14 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {%- if listed %}
 <div class='scroll'><table class='visits'><thead>
 <tr><th class='n'>rank</th><th>sensor</th><th>why</th><th>evidence over nights</th><th>recording with the highest score</th></tr>
-</thead><tbody>
-{%- for r in listed %}
+</thead><tbody>{%- for r in listed %}
 <tr><td class='n'>{{ r.rank }}</td><td><div class='sensor'>{{ r.sensor }}</div>{{ badge(r.visit) }}</td>
 <td class='why'>{{ r.reason }}<div class='facts'>trend
 {{ 'steady' if r.trend|abs < 0.5 else 'rising' if r.trend > 0 else 'falling' }} ({{ '{:+.1f}'.format(r.trend) }}); health {{ health(r.health) }};
 {{ how_many(r.nights, 'night') }}{% if r.first_above %}<br>above the limit since {{ r.first_above }}{% endif %}</div></td>
-<td>{% if done.curves.get(r.sensor) %}{{ curve(r.sensor, done.curves.get(r.sensor)) }}{% endif %}
-<div class='name'>{{ evidence(r.evidence) }} of {{ whole(limit) }}</div></td>
+<td>{% if r.visit == 'evidence' %}{{ curve(r.sensor, done.curves.get(r.sensor)) }}
+<div class='name'>{{ evidence(r.evidence) }}, limit {{ whole(limit) }}</div>{% else %}
+<div class='name'>{{ 'no usable recording' if r.score is none else 'score {:.2f} in the last night'.format(r.score) }}</div>{% endif %}</td>
 {%- set clip = clips.get(r.digest) %}
 <td>{% if clip %}<img class='mel' alt='spectrogram' src='{{ clip.png }}'>
 <audio controls preload='none' src='{{ clip.wav }}'></audio>{% endif %}
@@ -528,8 +533,7 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {%- if clip %}{{ clip.text }}
 {%- else %}{{ 'no player: not among the first, or not in the folder any more' if r.recording else 'no recording in the last week' }}
 {%- endif %}</div></td></tr>
-{%- endfor %}
-</tbody></table></div>
+{%- endfor %}</tbody></table></div>
 {%- else %}
 <p>No sensor is on the list.</p>
 {%- endif %}
@@ -548,17 +552,14 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {{ how_many(n_lost, 'sensor') }} without valid coordinates not drawn.{% endif %}</p>
 {%- endif %}
 <h2>All sensors</h2>
-<div class='scroll'><table><thead>
-<tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>trend</th>
+<div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>trend</th>
 <th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
-</thead><tbody>
-{%- for r in done.sensors[:most] %}
+</thead><tbody>{%- for r in done.sensors[:most] %}
 <tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }}</td><td>{{ health(r.health) }}</td>
 <td class='n'>{{ evidence(r.evidence) }}</td><td class='n'>{{ '{:+.1f}'.format(r.trend) }}</td>
 <td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td>
 <td class='n'>{{ '' if r.loudest_db is none else '{:.0f}'.format(r.loudest_db) }}</td><td class='n'>{{ r.nights }}</td><td>{{ r.last_night }}</td></tr>
-{%- endfor %}
-</tbody></table></div>
+{%- endfor %}</tbody></table></div>
 {%- if done.sensors|length > most %}
 <p class='facts'>The first {{ whole(most) }} of {{ whole(done.sensors|length) }} sensors; sensors.csv has all.</p>
 {%- endif %}
@@ -568,23 +569,18 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {%- else %}
 <p class='facts'>{{ whole(drift.n) }} recordings of the last {{ days }} nights against
 {{ whole(drift.reference.n) }} of the reference ({{ drift.reference.source }}). Bands from low to high, relative to their mean.</p>
-<div class='scroll'><table><thead>
-<tr><th>quantity</th><th>reference, central 95 %</th><th>last {{ days }} nights</th><th class='n'>outside</th></tr>
-</thead><tbody>
-{%- for name, share in drift.outside.items() %}{% set both = [drift.reference.ranges[name], drift.ranges[name]] %}
+<div class='scroll'><table><thead><tr><th>quantity</th><th>reference, central 95 %</th><th>last {{ days }} nights</th><th class='n'>outside</th></tr>
+</thead><tbody>{%- for name, share in drift.outside.items() %}{% set both = [drift.reference.ranges[name], drift.ranges[name]] %}
 <tr><td>{{ name }}</td>
 {%- for q in both %}<td>{{ '{:.3g} to {:.3g}'.format(q[0], q[4]) }}{{ '' if name == 'score' else ' dB' }}</td>{% endfor %}
 <td class='n{{ ' bad' if name in drift.moved }}'>{{ '{:.0f}'.format(100 * share) }} %</td></tr>
-{%- endfor %}
-</tbody></table></div>
+{%- endfor %}</tbody></table></div>
 {%- if drift.sensors %}{% set outside = drift.sensors.items()|list %}
 <p class='facts'>Sensors whose median lies outside:
 {% for sensor, what in outside[:most_outside] %}{{ sensor }} ({{ what|join(', ') }}){{ ', ' if not loop.last }}{% endfor %}
 {%- if outside|length > most_outside %} and {{ whole(outside|length - most_outside) }} more{% endif %}</p>
-{%- endif %}
-{%- endif %}
-<footer>leakmel {{ version }}</footer>
-</body></html>
+{%- endif %}{%- endif %}
+<footer>leakmel {{ version }}</footer></body></html>
 """
 
 # %% ../../../nbs/extras/nightly/run.ipynb #d3589f48
@@ -738,6 +734,8 @@ def nightly(
     visited: str | os.PathLike | None = None,
     # data set that the drift is measured against, for example the training set
     reference: str | os.PathLike | None = None,
+    # times: "name" (file name, pattern or table), "file": where there is none, the modification time, which is wrong for copies
+    time_from: str = "name",
     device: str = "auto",  # "auto", "cpu", "cuda" or "cuda:1"
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> NightlyRun:  # raises LeakmelError
@@ -752,7 +750,7 @@ def nightly(
     visits = {} if visited is None else nights.read_visits(Path(visited))
     detector, named = detector_of(model)
     digest = model_digest(detector)
-    files = _find(folder, manifest, progress)
+    files = _find(folder, manifest, time_from, progress)
     with History(target) as history:
         known = history.meta("model")
         if known not in (None, digest):
@@ -768,7 +766,7 @@ def nightly(
             pattern = pattern or guess_pattern(list(files.found))
         if manifest is None and pattern:
             manifest = scan(folder, pattern=pattern, with_labels=False, progress=progress)
-            files = _find(folder, manifest, progress)
+            files = _find(folder, manifest, time_from, progress)
         _sort_files(history, files)
         read_new(files, detector, history, device, progress)
         history.begin()
@@ -795,7 +793,7 @@ def nightly(
             curves={
                 r.sensor: [x for (x,) in history.query(_CURVE, (r.sensor,))][::-1] for r in rows if r.visit
             },
-            notes=(*[f"names are read by the pattern {pattern!r}"] * bool(pattern), *_notes(files), *ignored),
+            notes=(*_notes(files, pattern), *ignored),
         )
         write_tables(done, visits_page(done, _clips(done, files.paths, detector), _places(rows, manifest)))
     return replace(done, seconds=time.perf_counter() - began)
@@ -817,11 +815,19 @@ def _counts(files: _Files, n_added: int) -> RunCounts:
     )
 
 
-def _notes(files: _Files) -> list[str]:
-    "Report recordings that the table lacks, and sensors with names that look the same."
+def _notes(files: _Files, pattern: str) -> list[str]:  # the pattern that was guessed, or ""
+    "Report what a pattern reads, recordings that the table lacks, and sensors with names that look the same."
+    read = {path: name for path, (*_, name) in files.found.items() if pattern and name.sensor}
+    n_sensors = how_many(len({name.sensor for name in read.values()}), "sensor")
+    first = [
+        f"names are read by the pattern {pattern!r} (--pattern changes it): {n_sensors} in {len(read):,} names; for example "
+        f"{show_path(path)} is {show_path(name.sensor)} at {name.start_time or 'no time'}"
+        for path, name in [*read.items()][:1]
+    ]
     twins = twin_problems((files.found[path][2].sensor for path in files.to_read), "sensors")
     n = f"{len(files.missing):,} of {len(files.found):,} recordings are not in the table, first "
-    return [*(n + show_path(path) for path in files.missing[:1]), *(f"{p.path}: {p.message}" for p in twins)]
+    lacking = [n + show_path(path) for path in files.missing[:1]]
+    return [*first, *lacking, *(f"{p.path}: {p.message}" for p in twins)]
 
 
 def _sort_visits(

@@ -145,8 +145,7 @@ def choose_recordings(
         diverse += [(i, "diverse", len(group)) for i in one]
     # they also replace diverse ones that are missing
     n_uncertain = n - len(drawn) - len(diverse) if counts["uncertain"] else 0
-    near = np.argsort(distance, kind="stable").tolist()
-    uncertain = [(i, "uncertain", 0) for i in take(near, n_uncertain)]
+    uncertain = [(i, "uncertain", 0) for i in take(np.argsort(distance, kind="stable").tolist(), n_uncertain)]
     return [*uncertain, *diverse, *((i, "random", 0) for i in sorted(drawn))]
 
 # %% ../../../nbs/extras/review/suggest.ipynb #su000007

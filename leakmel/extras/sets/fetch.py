@@ -413,9 +413,11 @@ def _remote_file(path: str, url: Any, size: Any, checksum: Any, record: str) -> 
 
 def _folder_path(folders: dict[str, Any], key: str) -> str:
     "Return the path of a folder of Mendeley Data, with / at its end; a circle is a RecursionError."
-    if key not in folders:
-        return ""
-    return f"{_folder_path(folders, folders[key].get('parent_id'))}{folders[key]['name']}/"
+    return (
+        ""
+        if key not in folders
+        else f"{_folder_path(folders, folders[key].get('parent_id'))}{folders[key]['name']}/"
+    )
 
 # %% ../../../nbs/extras/sets/fetch.ipynb #e62de70d
 def _by_hand(s: LeakSet) -> str:
