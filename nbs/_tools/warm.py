@@ -27,7 +27,9 @@ def _serve(arguments: list[str], folder: str, environment: dict[str, str]) -> No
     os.chdir(folder)
     os.environ |= environment
     sys.path[:] = [p for p in sys.path if p != str(Path(__file__).parent)]
-    plotly.io.renderers.default = "plotly_mimetype"  # without a kernel, it chose the browser when it was imported
+    plotly.io.renderers.default = (
+        "plotly_mimetype"  # without a kernel, it chose the browser when it was imported
+    )
     # as its child the kernel ends with the fork server
     IPKernelApp.launch_instance([*arguments, f"--IPKernelApp.parent_handle={os.getppid()}"])
 
