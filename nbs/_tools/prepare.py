@@ -600,8 +600,8 @@ def write_lists(library: list[Path]) -> None:
                 listed,
                 toctree(list(here), "hidden:", f"caption: {room}"),
             ]
-    for page, text in reference_texts(names_of(library)).items():
-        write_text(page, text)
+    for name, text in reference_texts(names_of(library)).items():
+        write_text(name, text)
     write_text("reference/index", "\n\n".join(notebooks))
     write_text("api/index", "\n\n".join(api))
 
