@@ -1,6 +1,5 @@
 """Sphinx settings of the site. Its pages are written to _docs/source by prepare.py, already executed; nothing is loaded from a network."""
 
-import gc
 import sys
 from configparser import ConfigParser
 from pathlib import Path
@@ -8,10 +7,6 @@ from pathlib import Path
 _parser = ConfigParser(delimiters=["="], interpolation=None)
 _parser.read(Path(__file__).resolve().parents[2] / "settings.ini", encoding="utf-8")
 _cfg = _parser["DEFAULT"]
-
-gc.set_threshold(
-    100_000, 50, 100
-)  # trees of pages have many nodes: collecting as often as usual takes a tenth of the time
 
 project, author, copyright = _cfg["title"], _cfg["author"], _cfg["copyright"]
 version = release = _cfg["version"]
@@ -62,9 +57,10 @@ def _load_scripts(app, page, template, context, doctree):
         app.add_js_file("search.js", loading_method="defer", priority=901)
 
 
-def _leave_index_empty(app):
-    "Sphinx's own index of words is not used: search.js ranks the pages of page_index.js."
-    app.builder.index_page = lambda *page: None
+def _index_front_page(app):
+    "Index the front page only, as an empty index is an error: search.js ranks the pages of page_index.js instead."
+    whole = app.builder.index_page
+    app.builder.index_page = lambda name, *rest: whole(name, *rest) if name == "index" else None
 
 
 def setup(app):
@@ -74,6 +70,6 @@ def setup(app):
     app.connect(
         "config-inited", lambda app, config: config.html_static_path.append(str(Path(app.srcdir) / "static"))
     )
-    app.connect("builder-inited", _leave_index_empty)
+    app.connect("builder-inited", _index_front_page)
     app.connect("html-page-context", _load_scripts)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

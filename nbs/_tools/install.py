@@ -55,6 +55,14 @@ def quiet_kernels() -> None:
     (folder / "ipython_kernel_config.json").write_text(text, encoding="utf-8")
 
 
+def name_make_docs(folder: Path) -> None:
+    "Replace nbdev's commands for a site of Quarto, which they would install as root, by a line that names ours."
+    text = f"#!{sys.executable}\nraise SystemExit('The site is built by: make docs')\n"
+    for path in (folder / "nbdev_docs", folder / "nbdev_preview"):
+        if path.exists():
+            path.write_text(text, encoding="utf-8")
+
+
 def main() -> int:
     "Install; the exit status is that of pip."
     torch, extra = sys.argv[1:]
@@ -94,6 +102,7 @@ def main() -> int:
     status = subprocess.run(pip, cwd=ROOT, check=False).returncode
     if not status:
         quiet_kernels()
+        name_make_docs(Path(sys.executable).parent)
     return status
 
 

@@ -242,6 +242,7 @@ def test_make_installs_torch_without_cuda_where_it_can(monkeypatch, capsys):
             m.setattr(install, "can_reach", lambda url: is_there)
             m.setattr(install.subprocess, "run", run)
             m.setattr(install, "quiet_kernels", lambda: None)
+            m.setattr(install, "name_make_docs", lambda folder: None)
             assert install.main() == (0 if torch in ("cpu", "cuda") else 2)
         return given[0] if given else [], "".join(capsys.readouterr())
 
