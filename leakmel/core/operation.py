@@ -165,7 +165,7 @@ def _settings(cls: type) -> dict[str, type]:
     return {name: kind for name, kind in found.items() if isinstance(kind, type) and is_dataclass(kind)}
 
 
-def _parameters(cls: type) -> Iterator[tuple[Field, Field, tuple[type | None, ...]]]:
+def parameter_fields(cls: type) -> Iterator[tuple[Field, Field, tuple[type | None, ...]]]:
     "For each parameter of a notebook: field of the operation, field that it stands for, types."
     nested = _settings(cls)
     kinds = field_kinds(cls)
@@ -183,22 +183,11 @@ def _parameters(cls: type) -> Iterator[tuple[Field, Field, tuple[type | None, ..
 def parameter_kinds(cls: type) -> Kinds:
     "Return names and types of a notebook's parameters: None where a value is found, texts for lists."
     kinds: Kinds = {}
-    for f, g, own in _parameters(cls):
+    for f, g, own in parameter_fields(cls):
         may_lack = (f.default is MISSING or f.default == ()) and not f.metadata.get("has_defaults")
         plain = [str if get_origin(k) is tuple else k for k in own]
         kinds[g.name] = tuple(dict.fromkeys([*plain, *[None] * may_lack]))
     return kinds
-
-
-def parameter_defaults(cls: type) -> dict[str, Any]:
-    "Return the defaults of an operation's parameters in a notebook; None: a value is found, or not given."
-    found: dict[str, Any] = {}
-    for f, g, _ in _parameters(cls):
-        default = None if f.metadata.get("of") or g.default is MISSING else g.default
-        if g is f and isinstance(default, tuple):
-            default = None if f.metadata.get("several") else ",".join(map(str, default))
-        found[g.name] = default
-    return found
 
 
 def _given(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

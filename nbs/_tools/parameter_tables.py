@@ -2,8 +2,9 @@
 
 import json
 import sys
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 HEADING = "## Other parameters"
 INTRODUCTION = (
@@ -21,9 +22,21 @@ OF_BUILD: list[tuple[str, object, str]] = [
 ]
 
 
+def parameter_defaults(cls: type) -> dict[str, Any]:
+    "Return the defaults of an operation's parameters in a notebook; None: a value is found, or not given."
+    from leakmel.core.operation import parameter_fields
+
+    found: dict[str, Any] = {}
+    for f, g, _ in parameter_fields(cls):
+        default = None if f.metadata.get("of") or g.default is MISSING else g.default
+        if g is f and isinstance(default, tuple):
+            default = None if f.metadata.get("several") else ",".join(map(str, default))
+        found[g.name] = default
+    return found
+
+
 def other_rows(notebook: str, shown: set[str]) -> list[tuple[str, object, str]]:
     "All parameters of a run notebook that its parameters cell does not list."
-    from leakmel.core.operation import parameter_defaults
     from leakmel.core.parameters import field_choices, source_comments
     from leakmel.dataset.config import PipelineConfig
     from leakmel.detector.model.settings import CheckpointSettings, TrainSettings

@@ -132,7 +132,9 @@ def test_figure_shows_each_tested_grouping(found: Generalisation) -> None:
 def test_interrupted_run_is_resumed(
     noises: Path, tmp_path: Path, count_fits: Callable[..., list[str]]
 ) -> None:
-    some: dict[str, Any] = dict(groups=("recording", "sensor"), n_folds=2, seeds=1, out=tmp_path / "out", **QUIET)
+    some: dict[str, Any] = dict(
+        groups=("recording", "sensor"), n_folds=2, seeds=1, out=tmp_path / "out", **QUIET
+    )
     first = count_fits(interrupted=4)
     with pytest.raises(KeyboardInterrupt):
         lm.generalisation(noises, **some)

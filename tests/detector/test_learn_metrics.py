@@ -168,7 +168,10 @@ def test_chosen_threshold_is_optimal(found, single):
         reached = leak_metrics(y, score, threshold)["balanced_accuracy"]
         return reached >= highest["balanced_accuracy"] - math.hypot(*errors) / 2 - 1e-12
 
-    assert is_good(best) or (best, highest["balanced_accuracy"]) == (0.5, 0.5)  # a constant answer is the best
+    assert is_good(best) or (best, highest["balanced_accuracy"]) == (
+        0.5,
+        0.5,
+    )  # a constant answer is the best
     nearer = [t for t in (*values, 0.5) if abs(t - 0.5) < abs(best - 0.5) - 1e-6]
     called = score.astype(np.float64) >= best
     assert not any(is_good(t) for t in nearer if ((score.astype(np.float64) >= t) != called).any())

@@ -9,9 +9,10 @@ import nbformat
 import pytest
 from each import each
 from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill
+from parameter_tables import parameter_defaults
 
 import leakmel as lm
-from leakmel.core.operation import parameter_defaults, parameter_kinds
+from leakmel.core.operation import parameter_kinds
 from leakmel.detector.model.detector import load_detector
 from leakmel.operations.detector import Train
 

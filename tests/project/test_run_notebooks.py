@@ -13,9 +13,10 @@ import nbformat
 import pytest
 from each import each
 from notebook_runs import ROOT, RunHere, copy_project, error_of, papermill, run_here
+from parameter_tables import parameter_defaults
 
 import leakmel as lm
-from leakmel.core.operation import Run, make, parameter_defaults, parameter_kinds
+from leakmel.core.operation import Run, make, parameter_kinds
 from leakmel.core.parameters import Kinds
 from leakmel.operations.detector import Evaluate
 from leakmel.operations.extras import NOTEBOOKS, Correlate, Nightly, Retrain, Search, Tune, start_kinds

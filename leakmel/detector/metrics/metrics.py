@@ -324,8 +324,10 @@ def choose_rule(
     vote: str = "auto",  # "auto", or a fixed rule
     share: float = 0.5,  # for a fixed "frac_vote"
     source: str = "",  # what the recordings are, in words; empty: validation
-) -> DecisionRule:  # raises DataError if a class is missing
-    "Choose voting rule and thresholds."
+) -> DecisionRule:
+    "Choose voting rule and thresholds; of recordings of one class only, nothing is chosen."
+    if is_leak.all() or not is_leak.any():
+        return DecisionRule()
     rule, needed = vote, share
     if vote == "auto":  # the largest area under the ROC curve; the first one of equals
         areas = [roc(is_leak, vote_scores(segment_scores, *candidate)).auc for candidate in CANDIDATES]

@@ -408,13 +408,6 @@ class Fit:
     held_out: np.ndarray  # [m] int
 
 
-def _rule(truth: np.ndarray, segment_scores: np.ndarray, settings: TrainSettings) -> DecisionRule:
-    "Choose vote and threshold on out-of-fold scores [B, L]; of one class only, they are not chosen."
-    if truth.all() or not truth.any():
-        return DecisionRule()
-    return choose_rule(truth, segment_scores, settings.vote, settings.vote_share)
-
-
 def _score_fit(
     trainer: FoldTrainer,
     features: Mapping[str, np.ndarray],  # of the baselines
@@ -436,7 +429,12 @@ def _score_fit(
             reason = NO_CHOICE
             if choice := choose_kind(trainer, fit.learned, groups=fit.groups, detector=asked, seed=fit.seed):
                 kind, reason = choice.kind, choice.reason
-                rule = _rule(truth[choice.scored], choice.segment_scores, trainer.settings)
+                rule = choose_rule(
+                    truth[choice.scored],
+                    choice.segment_scores,
+                    trainer.settings.vote,
+                    trainer.settings.vote_share,
+                )
                 if choice.lines:
                     own = zip(wanted, choice.lines, strict=True)
                     lines = {k: line for k, line in own if kind in (k, "blend")}
@@ -532,7 +530,12 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
         for name, values in spectral.fold_baselines(features, truth, learned, held_out, seed).items():
             scores[name][mine] = values
         others = ~mine if choice.n_folds > 1 else mine  # one part of many recordings chooses its own rule
-        rule = _rule(truth[choice.scored[others]], choice.segment_scores[others], trainer.settings)
+        rule = choose_rule(
+            truth[choice.scored[others]],
+            choice.segment_scores[others],
+            trainer.settings.vote,
+            trainer.settings.vote_share,
+        )
         scores["detector"][mine] = rule.centred_scores(choice.segment_scores[mine])
     boot = stats.Bootstrap(truth[choice.scored], choice.groups, n_draws=_N_DRAWS, seed=seed)
     found = compare_with_baselines(boot, scores, choice.kind, choice.kind == "spectral")
