@@ -585,9 +585,8 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
     engine, _ = runs.open_chosen(trials.engine, spec, len(manifest), root=manifest.root, device=trials.device)
     with engine:
         on_device = engine.device.split(":")[0]
-    trials = replace(
-        trials, engine=engine.name, device=on_device if trials.device == "auto" else trials.device
-    )
+    device = on_device if trials.device == "auto" else trials.device
+    trials = replace(trials, engine=engine.name, device=device)
     full = runs.plan_workers(config, spec, engine, max(map(len, manifest.listings)))
 
     def offer(n: int) -> dict[str, dict[str, int]]:

@@ -42,9 +42,7 @@ def label_of_folders(folders: Parts) -> str:
     "Find the label in the name of the innermost folder, or of the archive where it has no folders; empty: another name."
     name = re.sub(r"\.(zip|rar)$", "", folders[-1], flags=re.IGNORECASE) if folders else ""
     found = _FOLDER.fullmatch(squeezed(name))
-    if found is None:
-        return ""
-    return NOISE if found["noise"] else NO_LEAK if found["no"] else LEAK
+    return "" if found is None else NOISE if found["noise"] else NO_LEAK if found["no"] else LEAK
 
 # %% ../../../nbs/extras/sets/catalogue.ipynb #aa5f0dc3
 @dataclass(frozen=True)
