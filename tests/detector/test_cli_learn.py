@@ -614,6 +614,7 @@ def test_help_has_every_field_of_the_settings(say: Say, monkeypatch: pytest.Monk
         "help-all",
         "json",
         "quiet",
+        "full",
         "out",
         "group",
         "allow-leaky-split",
@@ -624,7 +625,7 @@ def test_help_has_every_field_of_the_settings(say: Say, monkeypatch: pytest.Monk
     }
     status, text, _ = say("retrain", "--help-all")
     assert status == 0
-    of_round = {"champion", "replay", "testing", "human-labels", "resume"}
+    of_round = {"champion", "replay", "testing", "labels", "resume"}
     assert options_in(text) == own | of_round | names(RoundRules) | names(CheckpointSettings) | (
         names(TrainSettings) - OF_NET
     )
@@ -756,7 +757,7 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         (2, "seed is out of range; found -1; expected 0 to", "--champion RUN --seed -1"),
         (2, "metric has an unknown value; found 'best'; expected 'accuracy'", "--champion RUN --metric best"),
         (2, "the column to group by does not exist; found 'colour'", "--champion RUN --group colour"),
-        (2, "invalid choice: 'perhaps'", "--champion RUN --resume perhaps"),
+        (2, "--resume, one of auto, always, never: perhaps is unknown", "--champion RUN --resume perhaps"),
         (1, "the folder holds no detector", "--champion SETS"),
         (1, r"name checkpoints/best\.pt", "--champion EARLY"),
         (

@@ -402,7 +402,7 @@ def test_spec_written_by_explore_is_used_by_build(state, data, tmp_path, capsys)
     )
     assert (
         f"spec of {path}: preset overlap@2, n_mels 24, n_fft 256; n_mels 20 was asked for instead of 24"
-        in capsys.readouterr().out
+        in " ".join(capsys.readouterr().out.split())
     )
     with lm.open_dataset(tmp_path / "x.h5") as ds:
         assert ds.spec == lm.MelSpec.preset("overlap", n_mels=20, n_fft=256, **FIXED)

@@ -109,7 +109,7 @@ def test_append_repairs_any_incomplete_last_line(tmp_path, with_bom):
         (HEADER.encode() + b"LEAK/a.wav,,LEAK\nx\n", "table-row"),
         (HEADER.encode() + b"../a.wav,,LEAK,ann,2026-01-31T08:00:00Z,\n", "table-row"),
         (HEADER.encode() + b'"LEAK/a.wav\n' * 10, "table-row"),
-        (HEADER.encode() + b"\xff\xfe,,LEAK,ann,2026-01-31T08:00:00Z,\n", "table-row"),
+        (HEADER.encode() + b"\xff\x81\xfe,,LEAK,ann,2026-01-31T08:00:00Z,\n", "table-row"),
         (HEADER.encode() + b"a" * 200_000 + b",,LEAK,ann,2026-01-31T08:00:00Z,\n", "table-row"),
     ],
 )

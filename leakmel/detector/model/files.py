@@ -182,11 +182,11 @@ def require_kind(path: Path, kind: str, is_one: Callable[[BinaryIO], bool]) -> N
 def require_result(
     path: Path,
     kind: str,  # "result of a cross-validation"
-    mark: bytes,  # not of a page
+    mark: bytes,  # empty: the file is a report of leakmel
 ) -> None:  # raises OutputError
     "Refuse to replace a file without a mark in the first line of a table or at the begin of another file, and a page of another program."
-    kinds = {".csv": lambda f: mark in f.readline(4096), ".html": is_report}
-    require_kind(path, kind, kinds.get(path.suffix, lambda f: f.read(len(mark)) == mark))
+    at_begin = is_report if not mark else lambda f: f.read(len(mark)) == mark
+    require_kind(path, kind, (lambda f: mark in f.readline(4096)) if path.suffix == ".csv" else at_begin)
 
 
 def remove_file(path: Path) -> None:

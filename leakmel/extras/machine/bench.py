@@ -612,8 +612,7 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         notes.append(f"only {rounds} of the {MIN_ROUNDS} rounds of a comparison fit into the time: give more")
     best, listing = best_candidate(builds, list(tried)), trials.sample.listings[0]
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in tried[best].items())
-    # from a warm page cache, for the choice of engines
-    rate = next(x["files_per_s"] for x in builds["warm"] if x["name"] == best)
+    warm_rate = next(x["files_per_s"] for x in builds["warm"] if x["name"] == best)
     return record_head("tune") | {
         "leakmel_version": lm.__version__,
         "engine": engine.identity,
@@ -629,7 +628,7 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: s
         "interval": "listing to published file, without fsync and check",
         "builds": builds,
         "settings": tried[best],
-        "rate": {"engine": f"{engine.name}/{on_device}", "files_per_s": rate},
+        "rate": {"engine": f"{engine.name}/{on_device}", "files_per_s": warm_rate},
         "advice": f"{best} is clearly faster: leakmel build ... {options}"
         if options
         else "no setting is clearly faster than the defaults, so builds need no options",
