@@ -29,7 +29,7 @@ BUDGETS = {
     "statements": 26_789,  # only goes down
     "statements, rings 0 and 1": 14_333,  # only goes down
     "statements, ring 2": 6_447,  # only goes down
-    "statements, ring 3": 5_780,  # only goes down
+    "statements, ring 3": 5_779,  # only goes down
     "statements, command line": 230,  # only goes down
     "lines": 49_335,  # only goes down
     "modules": 95,  # only goes down
