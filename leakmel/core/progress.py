@@ -114,6 +114,12 @@ def front_end() -> str:
     return "terminal" if sys.stderr is not None and sys.stderr.isatty() else "log"
 
 # %% ../../nbs/core/progress.ipynb #9af07d66
+def per_second(rate: float, unit: str = "files") -> str:
+    "Return a rate as text, or below one in a second the seconds that one takes."
+    each = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    return f"{1 / rate:.2g} s per {unit.removesuffix('s')}" if 0 < rate < 1 else f"{each} {unit}/s"
+
+
 class Progress:
     "Progress bar in a notebook, a terminal or a log."
 
@@ -279,12 +285,6 @@ def line_width(
         return max(40, min(most, os.get_terminal_size((file or sys.stdout).fileno()).columns))
     except (AttributeError, OSError, ValueError):
         return most
-
-
-def per_second(rate: float, unit: str = "files") -> str:
-    "Return a rate as text, or below one in a second the seconds that one takes."
-    each = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-    return f"{1 / rate:.2g} s per {unit.removesuffix('s')}" if 0 < rate < 1 else f"{each} {unit}/s"
 
 
 def wrap_text(
