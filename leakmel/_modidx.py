@@ -1896,8 +1896,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'leakmel/detector/model/detector.py'),
                                                  'leakmel.detector.model.detector.image_shape': ( 'detector/model/detector.html#image_shape',
                                                                                                   'leakmel/detector/model/detector.py'),
-                                                 'leakmel.detector.model.detector.load_champion': ( 'detector/model/detector.html#load_champion',
-                                                                                                    'leakmel/detector/model/detector.py'),
                                                  'leakmel.detector.model.detector.load_detector': ( 'detector/model/detector.html#load_detector',
                                                                                                     'leakmel/detector/model/detector.py'),
                                                  'leakmel.detector.model.detector.platt': ( 'detector/model/detector.html#platt',

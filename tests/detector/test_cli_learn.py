@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from champions import load_champion
 from each import each
 from made_detectors import made_detector
 from tiny_training import tiny_words
@@ -21,7 +22,7 @@ from leakmel import cli
 from leakmel.cli import main
 from leakmel.core.errors import UsageError
 from leakmel.detector.evaluate.evaluation import evaluate
-from leakmel.detector.model.detector import load_champion, load_detector
+from leakmel.detector.model.detector import load_detector
 from leakmel.detector.model.files import round_folder
 from leakmel.detector.model.settings import CheckpointSettings, TrainSettings
 from leakmel.extras import retrain as rounds

@@ -180,8 +180,8 @@ def test_the_threshold_is_the_middle_of_a_gap_moved_towards_one_half_where_recor
         found = best_threshold(np.repeat([0, 1], [n, 3 * n]), score)
         assert found == pytest.approx(0.5 - 0.3 * n / (n + FEW), abs=1e-6)
     rng = np.random.default_rng(2)
-    y, score = rng.random(300) < 0.5, rng.random(300).astype(np.float32)
-    assert len({best_threshold(y[p], score[p]) for p in (rng.permutation(300) for _ in range(5))}) == 1
+    truth, many = rng.random(300) < 0.5, rng.random(300).astype(np.float32)
+    assert len({best_threshold(truth[p], many[p]) for p in (rng.permutation(300) for _ in range(5))}) == 1
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from champions import load_champion
 from each import each
 from errors import raises
 
@@ -19,7 +20,7 @@ from leakmel.core.errors import DataError, LeakmelError
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.data.splits import LeakySplitWarning, group_split
 from leakmel.detector.model.card import Overlap, Provenance, find_overlap, provenance_of
-from leakmel.detector.model.detector import Detector, load_champion, load_detector
+from leakmel.detector.model.detector import Detector, load_detector
 from leakmel.detector.model.files import load_plain, plain_bytes, round_folder
 from leakmel.detector.model.settings import CheckpointSettings
 from leakmel.extras import retrain as rounds

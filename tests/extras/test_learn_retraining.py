@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from champions import load_champion
 from each import each
 from errors import raises
 from hypothesis import given
@@ -25,7 +26,7 @@ from leakmel.core.files import write_whole
 from leakmel.detector.data.segments import LEFT_OUT, Segments, make_task, open_loader
 from leakmel.detector.data.splits import LeakySplitWarning, recordings_of
 from leakmel.detector.metrics.significance import Groups, recording_groups
-from leakmel.detector.model.detector import Detector, class_scores, load_champion, load_detector, score_rows
+from leakmel.detector.model.detector import Detector, class_scores, load_detector, score_rows
 from leakmel.detector.model.files import (
     CHAMPION_FILE,
     RECORD,

@@ -38,7 +38,7 @@ from leakmel.detector.data.splits import (
 from leakmel.detector.evaluate import plots
 from leakmel.detector.metrics import metrics
 from leakmel.detector.metrics import significance as stats
-from leakmel.detector.model.card import TEST_SET, Overlap, evaluation_record, find_overlap
+from leakmel.detector.model.card import CROSS_VALIDATION, TEST_SET, Overlap, evaluation_record, find_overlap
 from leakmel.detector.model.cards import update_card
 from leakmel.detector.model.detector import Detector, load_detector, score_rows
 from leakmel.detector.model.files import CHAMPION_FILE, model_file, pick_device, require_result
@@ -335,6 +335,9 @@ def evaluation_answer(
         new = f"cannot be told, because a label comes from {held} {by}{'s' * (held != 1)}, and {stats.MIN_GROUPS} are needed"
     lines = [f"{LEAKY_SPLIT}{' --full says why' * brief}"] * e.leaky
     lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
+    if (promised := e.details.get("promised")) is not None:
+        reached = e.detector.figures["balanced_accuracy"]
+        lines.append(f"balanced accuracy {reached:.2f}; cross-validation promised {promised:.2f}")
     lines += [f"not shown to be better than: {', '.join(others)}"] * bool(others and level == "yes")
     cautions = e.cautions[:1] if brief else (*e.stamps, *e.cautions)
     more = f" (and {len(e.cautions) - 1} more: --full)" * (brief and len(e.cautions) > 1)
@@ -511,8 +514,18 @@ def _evaluation(
         calibration=metrics.reliability(boot.truth, np.clip(metrics.vote_scores(segments, "mean"), 0, 1)),
         calibrated=None if probability is None else metrics.reliability(boot.truth, probability),
         worst=plots.worst_errors(ds, table, own, segments),
-        details={"part": part, **how, "draws": len(boot.times), "seed": seed}
-        | {"too_short": ds.n_too_short, "silence": trailing_silence(ds)},
+        details={
+            "part": part,
+            **how,
+            "draws": len(boot.times),
+            "seed": seed,
+            "too_short": ds.n_too_short,
+            "silence": trailing_silence(ds),
+            # balanced accuracy of the cross-validation inside the training set
+            "promised": next(
+                (own.balanced_accuracy for own in detector.evaluations if own.kind == CROSS_VALIDATION), None
+            ),
+        },
         **found,
     )
 

@@ -26,14 +26,7 @@ from leakmel.core.files import write_whole
 from leakmel.detector.data.segments import Segments, Task, open_loader
 from leakmel.detector.metrics.metrics import UNCHOSEN, VOTES, HeldOutScores, vote_scores
 from leakmel.detector.model import card
-from leakmel.detector.model.files import (
-    AdaptiveBatches,
-    champion_file,
-    load_plain,
-    memory_guard,
-    plain_bytes,
-    require_kind,
-)
+from leakmel.detector.model.files import AdaptiveBatches, load_plain, memory_guard, plain_bytes, require_kind
 from leakmel.detector.model.net import LeakNet, NetSettings
 from leakmel.detector.model.spectral import SpectralClassifier, SpectralSettings
 from leakmel.mel.spec import MelSpec
@@ -375,11 +368,6 @@ def load_detector(
             path=path,
             remedy="train the detector again",
         ) from e
-
-
-def load_champion(folder: str | os.PathLike) -> Detector:
-    "Load the current champion of a folder of retraining rounds; raises DataError as `champion_file` does."
-    return load_detector(champion_file(Path(folder)))
 
 
 def _settings_from_plain(kind: type, values: dict[str, Any]) -> Any:
