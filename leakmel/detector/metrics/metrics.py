@@ -187,7 +187,7 @@ def best_threshold(
     """Choose the threshold with the highest balanced accuracy, moved towards 0.5 where recordings are few.
 
     It is the middle of the widest gap between two scores with that balanced accuracy. With n recordings of the rarer
-    label it moves by the share 5 / (5 + n) of its distance from 0.5: the protocol of benchmarks/small_sets chose the 5.
+    label it moves by the share 5 / (5 + n) of its distance from 0.5 (figures in benchmarks/small_sets).
     Where no threshold is better than a constant answer, it is 0.5.
     """
     truth, curve = check_scores(y_true, score)[0], roc(y_true, score)
