@@ -1500,6 +1500,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                    'leakmel/detector/evaluate/evaluation.py'),
                                                       'leakmel.detector.evaluate.evaluation.Evaluation.ways': ( 'detector/evaluate/evaluation.html#evaluation.ways',
                                                                                                                 'leakmel/detector/evaluate/evaluation.py'),
+                                                      'leakmel.detector.evaluate.evaluation._details': ( 'detector/evaluate/evaluation.html#_details',
+                                                                                                         'leakmel/detector/evaluate/evaluation.py'),
                                                       'leakmel.detector.evaluate.evaluation._evaluation': ( 'detector/evaluate/evaluation.html#_evaluation',
                                                                                                             'leakmel/detector/evaluate/evaluation.py'),
                                                       'leakmel.detector.evaluate.evaluation._leakage_warnings': ( 'detector/evaluate/evaluation.html#_leakage_warnings',

