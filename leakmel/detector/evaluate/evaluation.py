@@ -335,12 +335,12 @@ def evaluation_answer(
         new = f"cannot be told, because a label comes from {held} {by}{'s' * (held != 1)}, and {stats.MIN_GROUPS} are needed"
     lines = [f"{LEAKY_SPLIT}{' --full says why' * brief}"] * e.leaky
     lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
-    reached = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}; cross-validation promised"
-    lines += [f"{reached} {value:.2f}" for value in [e.details.get("promised")] if value is not None]
     lines += [f"not shown to be better than: {', '.join(others)}"] * bool(others and level == "yes")
     cautions = e.cautions[:1] if brief else (*e.stamps, *e.cautions)
     more = f" (and {len(e.cautions) - 1} more: --full)" * (brief and len(e.cautions) > 1)
     lines.append(f"at a new {by if e.has_groups else 'sensor'}: {new}")
+    reached = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}; cross-validation promised"
+    lines += [f"{reached} {value:.2f}" for value in [e.details.get("promised")] if value is not None]
     return [*lines, *(f"caution: {caution}{more}" for caution in cautions)]
 
 # %% ../../../nbs/detector/evaluate/evaluation.ipynb #c81529ce

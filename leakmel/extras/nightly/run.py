@@ -365,6 +365,7 @@ class NightlyRun:
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
+                *[f"  {self.high_scores}"] * bool(self.high_scores),
                 f"  visits, each with its reason: {show_path(self.state / VISITS_HTML)}",
                 *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
                 *(
@@ -374,7 +375,7 @@ class NightlyRun:
                 f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {c.found:,} files found",
                 *[f"  {c.times_from_file:,} {_FROM_FILE}"] * (c.times_from_file > 0),
                 *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
-                *(f"  {text}" for text in (self.high_scores, *self.warnings) if text),
+                *(f"  {text}" for text in self.warnings),
                 f"  detector: {self.evaluation}",
                 f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
                 f"  tables in {show_path(self.state)}",
