@@ -4920,6 +4920,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'leakmel/recordings/problems.py'),
                                              'leakmel.recordings.problems.count_kinds': ( 'recordings/problems.html#count_kinds',
                                                                                           'leakmel/recordings/problems.py'),
+                                             'leakmel.recordings.problems.first_of_each_kind': ( 'recordings/problems.html#first_of_each_kind',
+                                                                                                 'leakmel/recordings/problems.py'),
                                              'leakmel.recordings.problems.format_counts': ( 'recordings/problems.html#format_counts',
                                                                                             'leakmel/recordings/problems.py'),
                                              'leakmel.recordings.problems.group_of': ( 'recordings/problems.html#group_of',
