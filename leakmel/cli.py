@@ -116,7 +116,6 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         "Raise UsageError with one line that says what is wrong."
         known = [o.removeprefix("--") for o in (*self._option_string_actions, *" ".join(self.also).split())]
-        words = re.findall(r"--([\w-]+)", message) if message.startswith("unrecognized") else []
         texts = [
             f"unknown option --{word}: "
             + (
@@ -124,7 +123,7 @@ class CommandParser(argparse.ArgumentParser):
                 if word in known
                 else answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
             )
-            for word in words
+            for word in re.findall(r"--([\w-]+)", message if message.startswith("unrecognized") else "")
         ]
         message = "; ".join(texts) or message
         if wrong := re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):

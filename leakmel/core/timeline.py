@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.core.errors import DataError, UsageError
+from leakmel.core.errors import DataError, require_choice
 from leakmel.core.progress import per_second, size_text
 
 # %% ../../nbs/core/timeline.ipynb #c83894d6
@@ -710,13 +710,7 @@ def is_short_run(timeline: Timeline) -> bool:
 
 def check_analysis(analysis: str) -> None:
     "Check how much `analysis_text` prints; raises UsageError."
-    if analysis not in ANALYSES:
-        raise UsageError(
-            "the parameter analysis has an unknown value",
-            code="out-of-range",
-            found=repr(analysis),
-            expected=", ".join(ANALYSES),
-        )
+    require_choice("the parameter analysis has an unknown value", analysis, ANALYSES, code="out-of-range")
 
 
 def analysis_text(

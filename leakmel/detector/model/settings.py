@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from leakmel.core.errors import UsageError
+from leakmel.core.errors import UsageError, require_choice
 from leakmel.core.parameters import check_types, field_choices, field_kinds
 
 # %% ../../../nbs/detector/model/settings.ipynb #379528b5
@@ -68,13 +68,8 @@ class _CheckedSettings:
         plain = [n for n in kinds if all(k is None or isinstance(k, type) for k in kinds[n])]  # not tuples
         check_types({n: found[n] for n in plain}, kinds)
         for name, allowed in field_choices(type(self)).items():
-            if isinstance(found[name], str) and found[name] not in allowed:
-                raise UsageError(
-                    f"{name} has an unknown value",
-                    code=self._codes[1],
-                    found=repr(found[name]),
-                    expected=", ".join(map(repr, allowed)),
-                )
+            if isinstance(found[name], str):
+                require_choice(f"{name} has an unknown value", found[name], allowed, code=self._codes[1])
         for name in found.keys() & _RANGES.keys():
             least, most = _RANGES[name]
             if not least <= found[name] <= most:
