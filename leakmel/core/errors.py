@@ -11,6 +11,7 @@ import difflib
 import errno
 import os
 import re
+from collections.abc import Iterable
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -146,6 +147,20 @@ class RecordingError(DataError):
         self.offset = offset
         self.message = message if offset is None else f"{message} (byte {offset})"
         super().__init__(self.message, code=reject_code.replace("_", "-"), path=path, remedy=remedy)
+
+# %% ../../nbs/core/errors.ipynb #rc000002
+def require_choice(
+    message: str,
+    value: object,
+    choices: Iterable[object],
+    *,
+    code: str = "unknown-choice",
+    error: type[LeakmelError] = UsageError,
+) -> None:
+    "Raise an error where a value is none of the choices; it names all of them."
+    known = [*choices]
+    if value not in known:
+        raise error(message, code=code, found=repr(value), expected=", ".join(map(str, known)))
 
 # %% ../../nbs/core/errors.ipynb #5c1d7ea0
 _CAUSES = (  # names of errors, what to do where the path is read, and where it is written ("": the same)

@@ -32,7 +32,6 @@ from leakmel.core.timeline import (
     mean,
     peak,
     read_timeline,
-    stage_table,
 )
 from leakmel.dataset.pipeline import is_demo
 from leakmel.dataset.publish import BuildResult, rate_text, reused_rows_sentence
@@ -396,12 +395,6 @@ def advice(run: RunRecord) -> str:
         "\n\n".join(analysis_text(t, [r for own, r in reports if own is t]) for t in run.distinct_timelines)
         or NO_TIMELINE
     )
-
-
-def stage_reports(run: RunRecord) -> str:
-    "Return the stage table of each data set of a run, a paragraph each."
-    named = [(run.reports[name]["span_name"], timeline) for name, timeline in run.timelines.items()]
-    return "\n\n".join(f"{split}: stages\n{stage_table(t, split)}" for split, t in named) or NO_TIMELINE
 
 # %% ../../nbs/pages/dashboard.ipynb #b1b615a2
 _COLUMNS = ["split", "label", "rms_db"]

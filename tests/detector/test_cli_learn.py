@@ -756,7 +756,7 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         (2, "keep_share is out of range; found 2.0", "--champion RUN --keep-share 2"),
         (2, "n_draws is out of range; found 7; expected 100 to", "--champion RUN --n-draws 7"),
         (2, "seed is out of range; found -1; expected 0 to", "--champion RUN --seed -1"),
-        (2, "metric has an unknown value; found 'best'; expected 'accuracy'", "--champion RUN --metric best"),
+        (2, "metric has an unknown value; found 'best'; expected accuracy", "--champion RUN --metric best"),
         (2, "the column to group by does not exist; found 'colour'", "--champion RUN --group colour"),
         (2, "--resume, one of auto, always, never: perhaps is unknown", "--champion RUN --resume perhaps"),
         (1, "the folder holds no detector", "--champion SETS"),

@@ -30,6 +30,7 @@ from leakmel.core.errors import (
     MachineError,
     RecordingError,
     UsageError,
+    require_choice,
     show_path,
 )
 from leakmel.core.monitor import free_memory, usable_cores
@@ -553,13 +554,7 @@ def open_scorer(
     n_files: int = 32,  # rows of a block at the most
 ) -> HostScorer | DeviceScorer:  # the caller closes it; raises EngineError, MachineError, UsageError
     "Open the scorer of a device."
-    if engine != "auto" and engine not in ENGINES:
-        raise UsageError(
-            "the engine is unknown",
-            code="unknown-choice",
-            found=repr(engine),
-            expected=f"auto or {', '.join(ENGINES)}",
-        )
+    require_choice("the engine is unknown", engine, ("auto", *ENGINES))
     opened = None if device == "cpu" else open_devices(device)[0]
     on = torch.device("cpu") if opened is None else opened.torch_device
     with ExitStack() as stack:

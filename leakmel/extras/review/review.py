@@ -24,7 +24,14 @@ from markupsafe import Markup
 
 import leakmel
 from leakmel.core.comparison import match_texts, text_key
-from leakmel.core.errors import DataError, LeakmelError, MissingPackageError, UsageError, show_path
+from leakmel.core.errors import (
+    DataError,
+    LeakmelError,
+    MissingPackageError,
+    UsageError,
+    require_choice,
+    show_path,
+)
 from leakmel.core.files import write_errors
 from leakmel.core.operation import run_folder, user_path
 from leakmel.core.parameters import Kinds
@@ -353,10 +360,7 @@ def make_queue(
     seed: int = 0,  # of the random queue
 ) -> ReviewQueue:  # raises UsageError
     "Order the recordings of a queue; without those that are decided or skipped, and without copies: a decision counts for all."
-    if name not in QUEUES:
-        raise UsageError(
-            "the queue is unknown", code="unknown-choice", found=repr(name), expected=", ".join(QUEUES)
-        )
+    require_choice("the queue is unknown", name, QUEUES)
     if n < 1:
         raise UsageError("a queue needs at least one recording", code="out-of-range", found=n)
     if why := lacking(found, name):
