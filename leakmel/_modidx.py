@@ -63,6 +63,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'leakmel.core.errors.missing_package': ('core/errors.html#missing_package', 'leakmel/core/errors.py'),
                                      'leakmel.core.errors.missing_remedy': ('core/errors.html#missing_remedy', 'leakmel/core/errors.py'),
                                      'leakmel.core.errors.require_choice': ('core/errors.html#require_choice', 'leakmel/core/errors.py'),
+                                     'leakmel.core.errors.require_count': ('core/errors.html#require_count', 'leakmel/core/errors.py'),
                                      'leakmel.core.errors.require_package': ('core/errors.html#require_package', 'leakmel/core/errors.py'),
                                      'leakmel.core.errors.show_path': ('core/errors.html#show_path', 'leakmel/core/errors.py'),
                                      'leakmel.core.errors.similar_path': ('core/errors.html#similar_path', 'leakmel/core/errors.py'),

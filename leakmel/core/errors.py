@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable
 from importlib import import_module
 from itertools import islice
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,16 @@ def require_choice(
     known = [*choices]
     if value not in known:
         raise error(message, code=code, found=repr(value), expected=", ".join(map(str, known)))
+
+
+def require_count(
+    name: str, value: object, least: int = 1, most: int | None = None, *, code: str = "out-of-range"
+) -> None:
+    "Raise UsageError where a value is no whole number of at least `least` and at most `most`."
+    is_count = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_count or not least <= value <= (value if most is None else most):  # type: ignore[operator]
+        limits = f"of at least {least:,}" if most is None else f"from {least:,} to {most:,}"
+        raise UsageError(f"{name} must be a whole number {limits}", code=code, found=repr(value))
 
 # %% ../../nbs/core/errors.ipynb #5c1d7ea0
 _CAUSES = (  # names of errors, what to do where the path is read, and where it is written ("": the same)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core.errors import DataError, LeakmelError, UsageError, show_path
+from leakmel.core.errors import DataError, LeakmelError, require_count, show_path
 from leakmel.core.files import read_own_json
 from leakmel.core.operation import runs_folder, user_path
 from leakmel.core.parameters import Kinds
@@ -62,8 +62,7 @@ def find_runs(
     most: int = 8,
 ) -> list[Path]:
     "Return the folder of a run itself, or the newest runs in a folder, those of the demo data set last; raises DataError if there is none."
-    if most < 1:
-        raise UsageError("the parameter compare must be at least 1", code="out-of-range", found=most)
+    require_count("compare", most)
     folder = runs_folder() if path is None else user_path(path)
     if _run_files(folder):
         return [folder]

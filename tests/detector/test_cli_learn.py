@@ -686,9 +686,13 @@ def refused(say: Say, status: int, message: str, *words: str | os.PathLike) -> N
             "SETS --model RUN --votes best",
         ),
         (2, "the voting rule is unknown; found ''", "SETS --model RUN --votes mean,"),
-        (2, "n_draws must be at least 100; found 0", "SETS --model RUN --draws 0"),
-        (2, "seed must be at least 0; found -1", "SETS --model RUN --seed -1"),
-        (2, "files_per_batch must be at least 1; found 0", "SETS --model RUN --files-per-batch 0"),
+        (2, "n_draws must be a whole number of at least 100; found 0", "SETS --model RUN --draws 0"),
+        (2, "seed must be a whole number of at least 0; found -1", "SETS --model RUN --seed -1"),
+        (
+            2,
+            "files_per_batch must be a whole number of at least 1; found 0",
+            "SETS --model RUN --files-per-batch 0",
+        ),
         (2, "the column to group by does not exist; found 'colour'", "SETS --model RUN --group colour"),
         (1, "the folder has no testing data set; expected TESTING_DATASET.H5", "RUN --model RUN"),
         (

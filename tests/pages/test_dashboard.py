@@ -106,7 +106,7 @@ def test_a_folder_without_a_run_is_an_error_with_its_path_and_a_remedy(tmp_path,
 
 
 def test_invalid_values_are_refused(runs):
-    with pytest.raises(UsageError, match="compare must be at least 1"):
+    with pytest.raises(UsageError, match="compare must be a whole number of at least 1"):
         find_runs(str(runs), most=0)
 
 

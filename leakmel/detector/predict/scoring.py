@@ -31,6 +31,7 @@ from leakmel.core.errors import (
     RecordingError,
     UsageError,
     require_choice,
+    require_count,
     show_path,
 )
 from leakmel.core.monitor import free_memory, usable_cores
@@ -641,10 +642,8 @@ def block_sizes(
 ) -> BlockSizes:  # raises UsageError, MachineError
     "Choose blocks within a gigabyte, of at least one row each."
     for name, value in (("files_per_batch", files_per_batch), ("read_workers", read_workers)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(
-                f"{name} must be a whole number of at least 1", code="out-of-range", found=repr(value)
-            )
+        if value is not None:
+            require_count(name, value)
     kind = device.split(":")[0]
     readers = read_workers or min(2 if kind == "cpu" else 16, usable_cores())
     n_blocks = readers + 3

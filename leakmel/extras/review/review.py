@@ -30,6 +30,7 @@ from leakmel.core.errors import (
     MissingPackageError,
     UsageError,
     require_choice,
+    require_count,
     show_path,
 )
 from leakmel.core.files import write_errors
@@ -361,8 +362,7 @@ def make_queue(
 ) -> ReviewQueue:  # raises UsageError
     "Order the recordings of a queue; without those that are decided or skipped, and without copies: a decision counts for all."
     require_choice("the queue is unknown", name, QUEUES)
-    if n < 1:
-        raise UsageError("a queue needs at least one recording", code="out-of-range", found=n)
+    require_count("n", n)
     if why := lacking(found, name):
         return ReviewQueue(name, [], unavailable=why)
     drawn = np.random.default_rng(seed).permutation(len(found)).tolist()
