@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 
 from leakmel.core.errors import RecordingError, show_path
-from leakmel.core.store import LocalCopies, absolute_folder, is_url, store_path
+from leakmel.core.store import Folder
 from leakmel.dataset import schema
 from leakmel.mel.spec import Bounds, MelSpec, bounds_of, reference_features
 from leakmel.recordings import conform, listing, tables
@@ -124,16 +124,14 @@ class Sources:
 
     def __init__(
         self,
-        folder: bytes,  # that paths are relative to
+        folder: Folder,  # that paths are relative to
         spec: MelSpec,
         *,
         keep_samples: bool = False,  # also of recordings whose features were computed in advance
-        copies: LocalCopies | None = None,  # of the folder, for one of objects
     ):
         self.folder = folder
         self.spec = spec
         self.keep_samples = keep_samples
-        self.copies = copies or LocalCopies(absolute_folder(os.fsdecode(folder)))
         self.known: dict[bytes, tuple[tuple[int, ...], Source]] = {}  # read in advance
 
     def precompute(
@@ -147,7 +145,7 @@ class Sources:
             if stopped():
                 break
             read = {}
-            with self.copies.of(paths[start : start + together]) as files:
+            with self.folder.local(paths[start : start + together]) as files:
                 for path, full in files.items():
                     with suppress(OSError, RecordingError):
                         read[path] = schema.file_identity(full), read_source(full, self.spec)
@@ -160,7 +158,7 @@ class Sources:
 
     def at_hand(self, paths: Sequence[bytes]) -> AbstractContextManager[dict[bytes, bytes]]:
         "Make recordings that `get` will be asked for available on the local disk; files by path."
-        return self.copies.of([p for p in paths if not self.copies.is_remote or p not in self.known])
+        return self.folder.local([p for p in paths if not self.folder.is_remote or p not in self.known])
 
     def get(
         self,
@@ -169,16 +167,16 @@ class Sources:
     ) -> Source:
         "Return the expected row of a recording, computed in advance if its file has not changed; raises RecordingError if it cannot be used."
         stamp, source = self.known.get(path, (None, None))
-        full = file or os.path.join(self.folder, path)
+        full = file or self.folder.full_path(path)
         with suppress(OSError):
             # another version of an object has another digest
-            if source is not None and (self.copies.is_remote or stamp == schema.file_identity(full)):
+            if source is not None and (self.folder.is_remote or stamp == schema.file_identity(full)):
                 return source
         try:
             return read_source(full, self.spec)
         except RecordingError as e:  # named by its object, not by its copy
             raise RecordingError(
-                e.reject_code, e.message, path=os.path.join(self.folder, path), remedy=e.remedy
+                e.reject_code, e.message, path=self.folder.full_path(path), remedy=e.remedy
             ) from e
 
 # %% ../../nbs/dataset/consistency.ipynb #584fbbde
@@ -293,28 +291,28 @@ def table_mismatches(
                 yield f"{name} of {len(bad)} rows differs from the table, first {show_path(paths[rows[bad[0]]])}"
 
 # %% ../../nbs/dataset/consistency.ipynb #ff26ebba
-def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
+def accounting(file: h5py.File, folder: Folder, naming: Naming) -> Iterator[str]:
     "Compare rows and rejected files with the files in the folder."
     is_table = naming.source == "table"
     lost = zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist(), strict=True)
     known = {p for p, code in lost if not (is_table and code == b"unreadable")}
     known |= {*file["files/path"][:].tolist()}
-    if is_remote := is_url(os.fsdecode(folder)):
-        url = store_path(os.fsdecode(folder))
-        there = set(listing.found_below(url, url, named=known)[0].paths)
+    if folder.is_remote:
+        there = set(listing.found_below(folder.path, folder.path, named=known)[0].paths)
     else:
         there = set[bytes]()
-        for at, folders, names in os.walk(folder):  # not through links
+        top = folder.full_path(b"")
+        for at, folders, names in os.walk(top):  # not through links
             folders[:] = [name for name in folders if not listing.is_system_folder(os.fsdecode(name))]
-            there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if listing.is_recording_name(n)}
+            there |= {os.path.join(at, n)[len(top) :] for n in names if listing.is_recording_name(n)}
     if naming.base == "root" and naming.source == "pattern":
         there = {p for p in there if naming.read(p).split == file.attrs["split"]}
     gone = sorted(known - there)
     # beside a table, other recordings in the folder are of no interest
     new = [] if is_table else sorted(there - known)
-    if not is_remote:
-        gone = [p for p in gone if not os.path.isfile(os.path.join(folder, p))]
-        full = {os.path.join(folder, p): p for p in new}
+    if not folder.is_remote:
+        gone = [p for p in gone if not os.path.isfile(folder.full_path(p))]
+        full = {folder.full_path(p): p for p in new}
         new = [p for at, p in full.items() if os.path.isfile(at) and not os.path.islink(at)]
     yield from _sentences(
         {
@@ -442,11 +440,11 @@ def rejected_problems(
     "Yield rejected files that are valid now, or that have another reject code."
     codes, paths = columns["rejected/code"][:], columns["rejected/path"][:].tolist()
     picked = pick_rejected(codes, sample).tolist()
-    with sources.copies.of([paths[k] for k in picked]) as files:
+    with sources.folder.local([paths[k] for k in picked]) as files:
         for k in picked:
             path, code = paths[k], codes[k].decode("ascii", "replace")
             file = files[path]
-            if not (sources.copies.is_remote or listing.is_inside(file, os.path.realpath(root))):
+            if not (sources.folder.is_remote or listing.is_inside(file, os.path.realpath(root))):
                 continue  # a table may name such a file; it is not read
             if now := _rejected_now(file, path, code, sources.spec, naming, labels, by_people):
                 sentence = f"{show_path(path)}: the file was rejected as {code}{now}"

@@ -23,7 +23,7 @@ import numpy as np
 
 from leakmel.core import errors
 from leakmel.core.comparison import text_column, text_key
-from leakmel.core.store import LocalCopies
+from leakmel.core.store import Folder
 from leakmel.mel.spec import PRESET_RATE, MelSpec, preset_values
 from leakmel.recordings.conform import resampled_length
 from leakmel.recordings.listing import Listing, holds_recording, split_folders
@@ -68,10 +68,10 @@ def _read_headers(listings: Sequence[Listing], are_wanted: bool) -> tuple[np.nda
         known = list[tuple[int, int, int]]()
         for j, x in enumerate(listings):
             mine = numbers[some[of[some] == j]]
-            with LocalCopies(x.folder) as copies:
+            with Folder(x.folder) as folder:
                 for first in range(0, len(mine), READ_HEADERS):
                     own = mine[first : first + READ_HEADERS].tolist()
-                    with copies.of([x.paths[k] for k in own]) as files:
+                    with folder.local([x.paths[k] for k in own]) as files:
                         for k in own:
                             kind = _rate_and_length(files[x.paths[k]])
                             if kind is not None and kind[1]:

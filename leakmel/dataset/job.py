@@ -25,7 +25,7 @@ from leakmel.core import errors
 from leakmel.core.files import delayed_signals, require_space, write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
-from leakmel.core.store import LocalCopies, absolute_folder
+from leakmel.core.store import Folder
 from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset import loader, schema
 from leakmel.dataset.config import PipelineConfig, Workers
@@ -142,19 +142,21 @@ class Parts:
     files: Iterator[tuple[Path, bool]]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class BuildContext:
-    "Objects that all splits of a build share."
+    "A build: its targets and what they share; it is opened once, and then travels."
 
     request: BuildRequest
     manifest: Manifest
-    decision: SpecDecision  # spec, and how the recordings fit it
-    engine: Engine
-    workers: Workers
+    targets: Sequence[Target]
     timeline: Timeline
-    listed_s: float  # when listing began, on the timeline's clock
+    listed_s: float = 0.0  # when listing began, on the timeline's clock
     engine_reason: str = ""  # why `auto` took the engine, a sentence; empty if the user named it
     began_ns: int = field(default_factory=time.time_ns)  # when the build began, by the clock of the files
+    # of an open build
+    decision: SpecDecision = field(init=False)  # spec, and how the recordings fit it
+    engine: Engine = field(init=False)
+    workers: Workers = field(init=False)
 
     @property
     def spec(self) -> MelSpec:
@@ -188,7 +190,7 @@ class Job:
         self.file = file
         self.split = target.split
         self.plain = loader.BatchReader(listing, spec, on_bad_file=on_bad_file)
-        self.copies = LocalCopies(listing.folder)  # of objects, for readers and verification
+        self.folder = Folder(listing.folder)  # for readers and verification
         self.reader: loader.BatchReader | CachedReader | loader.ObjectReader = self.plain
         self.cache_use = self.plain.cache_use  # what this build read from files
         # how the recordings are read, for the summary
@@ -215,9 +217,8 @@ class Job:
         self.named: dict[str, np.ndarray] | None = None  # `name_columns` of all candidates
         self.folders = np.zeros(0, np.int64)  # `folder_inodes` of all candidates, before they are read
         # expected rows for verification
-        folder = os.fsencode(absolute_folder(listing.folder))
         keep = file.waveform_shape is not None
-        self.sources: Sources | None = Sources(folder, spec, keep_samples=keep, copies=self.copies)
+        self.sources: Sources | None = Sources(self.folder, spec, keep_samples=keep)
         self.checked = (0, 0)  # rows checked, and rows to check
         self.columns: Columns | None = None  # of the complete data set: what problems are found from
         self.gains = np.zeros(0)  # [rows] of the complete data set, by the names
@@ -288,7 +289,7 @@ class Job:
 
     def close(self, *, keep: bool) -> int:
         "Remove unpublished files or keep them for a later build; return the number of rows that can be resumed."
-        self.copies.close()
+        self.folder.close()
         if self.is_closed:
             return 0
         journal = self.journal
@@ -634,7 +635,6 @@ def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises Da
 @contextmanager
 def open_jobs(
     run: BuildContext,
-    targets: Sequence[Target],
     parts: Parts | None = None,  # of the one target
 ) -> Iterator[list[Job]]:  # raises OutputError, SpaceError, MachineError
     "Lock the targets and yield their jobs in order; jobs without work are marked `is_up_to_date`."
@@ -642,18 +642,18 @@ def open_jobs(
     settings = (run.fingerprint, run.request.with_waveforms, run.engine.identity)
     try:
         with delayed_signals():
-            for target in targets:
+            for target in run.targets:
                 stack.enter_context(OutputLock(target.path))
         existing = [
             None if run.request.fresh else open_existing(target.path, target.listing, *settings)
-            for target in targets
+            for target in run.targets
         ]
         # all checks before the first change of a file are done
         run.timeline.spans.append(Span("start_up", "main", max(0.0, run.listed_s), run.timeline.now_s()))
         finished = [
-            _finished_job(run, target, found) for target, found in zip(targets, existing, strict=True)
+            _finished_job(run, target, found) for target, found in zip(run.targets, existing, strict=True)
         ]
-        if to_do := [target for target, job in zip(targets, finished, strict=True) if job is None]:
+        if to_do := [target for target, job in zip(run.targets, finished, strict=True) if job is None]:
             shape = waveform_shape(run.spec) if run.request.with_waveforms else None
             each = sum(part_bytes(run.spec.row_shape, shape)) * (
                 1 + (run.request.config.compression == "gzip")
@@ -661,7 +661,7 @@ def open_jobs(
             partials = [target.path.with_name(f".{target.path.name}.partial") for target in to_do]
             n_rows = sum(len(target.listing) for target in to_do)
             require_space(partials[0].parent, each * n_rows - sum(map(allocated_bytes, partials)))
-        for target, job in zip(targets, finished, strict=True):
+        for target, job in zip(run.targets, finished, strict=True):
             with delayed_signals():
                 jobs.append(job or _reserve_job(run, target))
         for job, found in zip(jobs, existing, strict=True):

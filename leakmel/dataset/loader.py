@@ -26,7 +26,7 @@ import numpy as np
 
 from leakmel.core.errors import DataError, MachineError, RecordingError, show_path
 from leakmel.core.machine_code import BoundCall
-from leakmel.core.store import LocalCopies
+from leakmel.core.store import Folder
 from leakmel.dataset.schema import Rejected
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings import wav
@@ -552,15 +552,15 @@ class ObjectReader:
 
     def __init__(
         self,
-        plain: BatchReader,  # of the listing, whose folder is a StorePath
-        copies: LocalCopies,  # of this folder
+        plain: BatchReader,
+        folder: Folder,  # of its listing, with objects
         kept: np.ndarray,  # [n] bool, candidates that are not read
     ):
         x = self.listing = plain.listing
         self.on_bad_file = plain.on_bad_file
-        self.copies = copies
+        self.folder = folder
         names = [b"%d" % k for k in range(len(x))]  # of the copies
-        self._files = BatchReader(replace(x, folder=Path(os.fsdecode(copies.place)), paths=names), plain.spec)
+        self._files = BatchReader(replace(x, folder=Path(os.fsdecode(folder.place)), paths=names), plain.spec)
         self.cache_use = self._files.cache_use
         self.cache_use.counted = False  # what a disk delivers says nothing about a network
         self._wanted = (x.label_ids >= 0) & (x.sizes >= 0) & ~kept
@@ -571,7 +571,7 @@ class ObjectReader:
 
     def _download(self, first: int, end: int) -> list[Future[bytes]]:
         "Begin the downloads of a batch, and of the next candidates that fit into the window; return those of the batch."
-        sizes, copies = self.listing.sizes, self.copies
+        sizes = self.listing.sizes
         with self._lock:
             while self._next < len(sizes):
                 k = self._next
@@ -579,7 +579,7 @@ class ObjectReader:
                     break
                 self._next += 1
                 if self._wanted[k]:
-                    self._under_way[k] = copies.start(self.listing.paths[k], b"%d" % k)
+                    self._under_way[k] = self.folder.start(self.listing.paths[k], b"%d" % k)
                     self._n_bytes += int(sizes[k])
             return [self._under_way.pop(k) for k in range(first, end) if self._wanted[k]]
 
@@ -589,7 +589,7 @@ class ObjectReader:
         files = list[bytes]()
         try:
             for copy in self._download(first, end):
-                files.append(self.copies.wait(copy))
+                files.append(self.folder.wait(copy))
             n_bytes = self._files.fill(slot)
         finally:
             for file in files:

@@ -22,7 +22,7 @@ import numpy as np
 
 from leakmel.core import errors
 from leakmel.core.monitor import usable_cores
-from leakmel.core.store import StorePath
+from leakmel.core.store import Folder
 from leakmel.dataset import consistency, schema
 from leakmel.dataset.consistency import Columns, Source, Sources, expected_bounds
 from leakmel.dataset.reader import damage_errors, read_rows
@@ -336,12 +336,12 @@ def _recordings_folder(
     split: str,
     naming: Naming,
     paths: np.ndarray,  # of the rows
-) -> bytes:  # that the paths are relative to; raises DataError, MachineError
+) -> Folder:  # that the paths are relative to; raises DataError, MachineError
     "Find the folder of the recordings of a data set."
     top = listing.existing_folder(root)
-    folder = os.fsencode((listing.split_folders(top) if naming.base == "split" else {}).get(split, top))
-    there = (os.path.lexists(os.path.join(folder, p)) for p in paths)
-    if isinstance(top, StorePath) or not len(paths) or any(there):
+    folder = Folder((listing.split_folders(top) if naming.base == "split" else {}).get(split, top))
+    there = (os.path.lexists(folder.full_path(p)) for p in paths)
+    if folder.is_remote or not len(paths) or any(there):
         return folder
     raise errors.DataError(
         f"the folder contains none of the {len(paths):,} recordings, for example {errors.show_path(paths[0])}: "
@@ -389,11 +389,10 @@ def _check_origin(
         needs = schema.WAVEFORMS in f
         if (
             sources is None
-            or (sources.folder, sources.spec) != (folder, spec)
+            or (sources.folder.path, sources.spec) != (folder.path, spec)
             or sources.keep_samples < needs
         ):
-            sources = Sources(folder, spec)
-            stack.callback(sources.copies.close)
+            sources = Sources(stack.enter_context(folder), spec)
         # a longer path, of a rejected recording, would widen a copy of all paths
         known = [path for path in sources.known if len(path) <= paths.dtype.itemsize]
         preferred = np.searchsorted(paths, np.array(known, paths.dtype)).tolist()

@@ -38,7 +38,7 @@ from leakmel.core.errors import (
 )
 from leakmel.core.monitor import usable_cores
 from leakmel.core.progress import Progress
-from leakmel.core.store import LocalCopies, StorePath, absolute_folder, list_objects, names_in
+from leakmel.core.store import Folder, StorePath, absolute_folder, list_objects, names_in
 from leakmel.recordings import conform, wav
 from leakmel.recordings.naming import SPLITS, NameParts, Naming, columns_of_names, split_name
 from leakmel.recordings.problems import FACTS, Columns, Problem, how_many, read_facts, show_place
@@ -600,9 +600,9 @@ def read_content(
     message = code.copy()
     guard = wav.ReadFailureGuard()
 
-    def read_block(x: Listing, copies: LocalCopies, start: int, first: int) -> int:
+    def read_block(x: Listing, folder: Folder, start: int, first: int) -> int:
         numbers = range(first, min(first + FILES_PER_TASK, len(x)))
-        with copies.of([x.paths[k] for k in numbers if x.sizes[k] >= 0]) as local:
+        with folder.local([x.paths[k] for k in numbers if x.sizes[k] >= 0]) as local:
             for k in numbers:
                 try:
                     if x.sizes[k] < 0:
@@ -617,13 +617,10 @@ def read_content(
 
     with Progress(len(files), label="reading", show=progress) as bar:
         for x, end in zip(listings, np.cumsum([len(x) for x in listings]).tolist(), strict=True):
-            with (
-                LocalCopies(x.folder) as copies,
-                concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool,
-            ):
+            with Folder(x.folder) as folder, concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool:
                 # an error cancels the blocks that have not begun
                 for n in pool.map(
-                    functools.partial(read_block, x, copies, end - len(x)), range(0, len(x), FILES_PER_TASK)
+                    functools.partial(read_block, x, folder, end - len(x)), range(0, len(x), FILES_PER_TASK)
                 ):
                     bar.add(n)
     table = pd.DataFrame(

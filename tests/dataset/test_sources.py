@@ -12,6 +12,7 @@ from each import each
 
 import leakmel as lm
 from leakmel.core.errors import DataError, LeakmelError, MachineError, VerifyError
+from leakmel.core.store import Folder
 from leakmel.dataset import consistency as sources
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.consistency import Sources, expected_bounds, read_source
@@ -55,7 +56,7 @@ def counted(monkeypatch) -> list[tuple[str, bytes]]:
 
 
 def test_precomputed_rows_equal_the_reference(data):
-    known = Sources(os.fsencode(data), SPEC)
+    known = Sources(Folder(data), SPEC)
     assert known.precompute(paths_in(data), together=3) == 16
     for path in paths_in(data):
         source, now = known.get(path), read_source(os.path.join(os.fsencode(data), path), SPEC)
@@ -77,7 +78,7 @@ def test_expected_rows_keep_order_with_precomputed_ones(data):
 
 @each("change", ["another recording", "touched", "replaced by the same", "gone"])
 def test_a_file_that_changed_is_read_again(data, tmp_path, change):
-    known, path = Sources(os.fsencode(data), SPEC), paths_in(data)[0]
+    known, path = Sources(Folder(data), SPEC), paths_in(data)[0]
     known.precompute([path])
     before, file = known.get(path), data / os.fsdecode(path)
     if change == "another recording":
@@ -104,12 +105,12 @@ def test_precomputing_stops_when_all_rows_are_written(data):
         asked.append(1)
         return len(asked) > 2
 
-    assert Sources(os.fsencode(data), SPEC).precompute(paths_in(data), stopped, together=4) == 8
+    assert Sources(Folder(data), SPEC).precompute(paths_in(data), stopped, together=4) == 8
 
 
 def test_precomputing_skips_rejected_recordings_and_raises_machine_faults(data, monkeypatch):
     (data / "LEAK" / "00.wav").write_bytes(b"RIFF")
-    known = Sources(os.fsencode(data), SPEC)
+    known = Sources(Folder(data), SPEC)
     assert known.precompute(paths_in(data)) == 15
 
     def broken(path):
@@ -117,7 +118,7 @@ def test_precomputing_skips_rejected_recordings_and_raises_machine_faults(data, 
 
     monkeypatch.setattr(sources, "read_wav", broken)
     with pytest.raises(MachineError, match="EIO"):
-        Sources(os.fsencode(data), SPEC).precompute(paths_in(data))
+        Sources(Folder(data), SPEC).precompute(paths_in(data))
 
 
 def slow_rows(monkeypatch, until: Callable[[], bool]) -> None:
@@ -193,12 +194,12 @@ def test_sources_of_another_folder_or_spec_are_not_used(data, tmp_path):
     with lm.open_dataset(tmp_path / "x.h5") as ds:
         spec = ds.spec
     for other in (
-        Untrue(os.fsencode(tmp_path), spec),
-        Untrue(os.fsencode(data), lm.MelSpec.preset("disjoint", duration_s=1, n_mels=40)),
+        Untrue(Folder(tmp_path), spec),
+        Untrue(Folder(data), lm.MelSpec.preset("disjoint", duration_s=1, n_mels=40)),
     ):
         assert check_data_set(tmp_path / "x.h5", root=data, sample=4, sources=other).ok
     with pytest.raises(MachineError, match="asked"):
-        check_data_set(tmp_path / "x.h5", root=data, sample=4, sources=Untrue(os.fsencode(data), spec))
+        check_data_set(tmp_path / "x.h5", root=data, sample=4, sources=Untrue(Folder(data), spec))
 
 
 def test_waveforms_are_compared_with_precomputed_rows(data, tmp_path, monkeypatch):
@@ -207,7 +208,7 @@ def test_waveforms_are_compared_with_precomputed_rows(data, tmp_path, monkeypatc
     result = lm.build(data, out=tmp_path / "x.h5", check=16, with_waveforms=True, **QUIET)
     assert result.verified.checked == 16
     with lm.open_dataset(tmp_path / "x.h5") as ds:
-        bare = Sources(os.fsencode(data), ds.spec)
+        bare = Sources(Folder(data), ds.spec)
     bare.precompute(paths_in(data))
     assert check_data_set(tmp_path / "x.h5", root=data, sample=None, sources=bare).ok
 
