@@ -26,7 +26,7 @@ from leakmel.core.comparison import text_column, text_key
 from leakmel.core.store import Folder
 from leakmel.mel.spec import PRESET_RATE, MelSpec, preset_values
 from leakmel.recordings.conform import resampled_length
-from leakmel.recordings.listing import Listing, holds_recording, split_folders
+from leakmel.recordings.listing import Listing
 from leakmel.recordings.manifest import Manifest, check_manifest, predict_command, scan
 from leakmel.recordings.naming import split_name
 from leakmel.recordings.problems import tied_values
@@ -404,18 +404,6 @@ def _missing_labels(manifest: Manifest) -> list[str]:
     return [name for name, n in zip(manifest.label_names, counts.tolist(), strict=True) if n == 0]
 
 
-def _labels_without_recordings(manifest: Manifest) -> list[str]:
-    "Return the labels without recordings in the data folder, of which the manifest may list a part."
-    if not (missing := _missing_labels(manifest)):
-        return []
-    # other splits, or other parts, may have some: the first recording of a label is enough
-    folders = [*split_folders(manifest.root).values()] or [manifest.root]
-    if all(any(holds_recording(folder / label) for folder in folders) for label in missing):
-        return []
-    # their recordings may lie behind links
-    return _missing_labels(scan(manifest.root, pattern=manifest.naming.pattern or None))
-
-
 def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataError
     "Check that a split has recordings, and that each label has some."
     if len(listing) == 0:
@@ -461,8 +449,11 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             path=manifest.root,
             remedy="rename one of them; label names are stored as text",
         )
-    # labels that are not folders come from recordings
-    if by_folder and (missing := _labels_without_recordings(manifest)):
+    # labels that are not folders come from recordings; the whole, of which parts are built, was checked
+    missing = _missing_labels(manifest) if by_folder and not manifest.part_of else []
+    if missing:  # other splits, which the manifest does not list, may have some
+        missing = _missing_labels(scan(manifest.root, pattern=manifest.naming.pattern or None))
+    if missing:
         raise errors.DataError(
             f"labels have no recordings in any split: {', '.join(map(errors.show_path, missing))}",
             code="empty-label",

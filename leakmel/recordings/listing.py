@@ -149,22 +149,6 @@ def label_map(folders: list[Path], root: Path) -> tuple[str, ...]:
                 names.add(name)
     return tuple(sorted(names, key=os.fsencode))
 
-
-def holds_recording(folder: Path) -> bool:
-    "Whether a recording lies in or below a folder, without links; a folder that cannot be listed counts as empty."
-    if isinstance(folder, StorePath):
-        return any(
-            is_recording_name(os.fsencode(name)) and not any(map(is_system_folder, folders))
-            for *folders, name in (key.split("/") for key, _, _ in list_objects(folder))
-        )
-
-    for place, folders, names in os.walk(os.fsencode(folder)):
-        paths = (os.path.join(place, name) for name in names if is_recording_name(name))
-        if any(os.path.isfile(path) and not os.path.islink(path) for path in paths):
-            return True
-        folders[:] = [name for name in folders if not is_system_folder(os.fsdecode(name))]
-    return False
-
 # %% ../../nbs/recordings/listing.ipynb #8d63e517
 def _entry_stat(entry: os.DirEntry, root: bytes) -> os.stat_result | None:
     "stat of an entry, through links inside the root, whose own links are resolved; None for a link that is not followed."
