@@ -397,7 +397,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'leakmel.core.store.StorePath.prefix': ('core/store.html#storepath.prefix', 'leakmel/core/store.py'),
                                     'leakmel.core.store._check_endpoints': ('core/store.html#_check_endpoints', 'leakmel/core/store.py'),
                                     'leakmel.core.store._obstore': ('core/store.html#_obstore', 'leakmel/core/store.py'),
-                                    'leakmel.core.store.absolute_folder': ('core/store.html#absolute_folder', 'leakmel/core/store.py'),
                                     'leakmel.core.store.is_url': ('core/store.html#is_url', 'leakmel/core/store.py'),
                                     'leakmel.core.store.list_objects': ('core/store.html#list_objects', 'leakmel/core/store.py'),
                                     'leakmel.core.store.names_in': ('core/store.html#names_in', 'leakmel/core/store.py'),

@@ -71,13 +71,6 @@ def store_path(
     return StorePath(f"{scheme}:", bucket, *names)
 
 
-def absolute_folder(
-    path: str | os.PathLike,  # a path, or the URL of objects
-) -> Path:  # raises UsageError
-    "Return the absolute path of a folder, or its URL."
-    return store_path(path) if is_url(path) else Path(os.path.abspath(path))
-
-
 def output_path(
     path: str | os.PathLike,  # of a file or folder that is to be written
 ) -> Path:  # raises UsageError for a URL
@@ -275,7 +268,7 @@ class Folder:
         self,
         path: str | os.PathLike,  # also the URL of objects, or an open folder
     ):  # raises UsageError for a URL that is not valid
-        self.path = absolute_folder(path)
+        self.path = store_path(path) if is_url(path) else Path(os.path.abspath(path))
         self.is_remote = isinstance(self.path, StorePath)
         self._place: TemporaryDirectory | None = None
         self._lock = threading.RLock()

@@ -531,7 +531,6 @@ def propose_build(
     *,
     # words of the command line that name the recordings, for example ["--table", "a.csv"]
     options: Sequence[str] = (),
-    spec: SpecLike = None,  # as for `build`
 ) -> BuildProposal:
     "Propose the first build of a folder."
     has_splits = bool(manifest.listings) and bool(manifest.listings[0].split)
@@ -553,14 +552,12 @@ def propose_build(
         os.fsencode(root).decode()  # a name that is not UTF-8 cannot be pasted
         for listing in manifest.listings:
             check_listing(listing, manifest)
-        decision = decide_spec(spec, manifest.listings, count=True)
+        decision = decide_spec(None, manifest.listings, count=True)
         s = decision.spec
         reason = f"{s.sample_rate:,} Hz, {s.duration_s:g} s, {decision.reason}; {decision.changes_text}"
         if not decision.has_majority:
-            settings = spec if isinstance(spec, dict) else {}
-            given = {name: value for name, value in settings.items() if value is not None}
             taken = {"sample_rate": s.sample_rate, "duration_s": s.duration_s}
-            ways = _options_of(_long_enough(decision.headers, given), given)
+            ways = _options_of(_long_enough(decision.headers, {}), {})
             alternatives = [text for text, new in ways.items() if not new.items() <= taken.items()]
         if manifest.content is None:  # else the problems of the content name them
             cautions += _tied_headers(decision, [errors.show_path(name) for name in manifest.label_names])

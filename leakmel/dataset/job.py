@@ -217,8 +217,9 @@ class Job:
         self.named: dict[str, np.ndarray] | None = None  # `name_columns` of all candidates
         self.folders = np.zeros(0, np.int64)  # `folder_inodes` of all candidates, before they are read
         # expected rows for verification
-        keep = file.waveform_shape is not None
-        self.sources: Sources | None = Sources(self.folder, spec, keep_samples=keep)
+        self.sources: Sources | None = Sources(
+            self.folder, spec, keep_samples=file.waveform_shape is not None
+        )
         self.checked = (0, 0)  # rows checked, and rows to check
         self.columns: Columns | None = None  # of the complete data set: what problems are found from
         self.gains = np.zeros(0)  # [rows] of the complete data set, by the names

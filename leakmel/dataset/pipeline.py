@@ -33,7 +33,7 @@ from leakmel.core.files import read_own_json, require_space, sealed_json, write_
 from leakmel.core.locks import OutputLock
 from leakmel.core.operation import newest_files, runs_folder, user_path
 from leakmel.core.progress import Progress
-from leakmel.core.store import StorePath, absolute_folder, output_path, store_path, upload_file
+from leakmel.core.store import Folder, StorePath, output_path, store_path, upload_file
 from leakmel.core.timeline import Span, Timeline, merge_lanes
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.existing import read_state, recordings_digest
@@ -799,7 +799,7 @@ def find_data(
     from leakmel.recordings.demo import write_demo
 
     if data_root is not None:
-        return absolute_folder(os.path.expanduser(data_root)), "from the parameter data_root"
+        return Folder(os.path.expanduser(data_root)).path, "from the parameter data_root"
     if named := os.environ.get("LEAKMEL_DATA"):
         folder = user_path(named)
         if not folder.is_dir():

@@ -38,7 +38,7 @@ from leakmel.core.errors import (
 )
 from leakmel.core.monitor import usable_cores
 from leakmel.core.progress import Progress
-from leakmel.core.store import Folder, StorePath, absolute_folder, list_objects, names_in
+from leakmel.core.store import Folder, StorePath, list_objects, names_in
 from leakmel.recordings import conform, wav
 from leakmel.recordings.naming import SPLITS, NameParts, Naming, columns_of_names, split_name
 from leakmel.recordings.problems import FACTS, Columns, Problem, how_many, read_facts, show_place
@@ -535,7 +535,7 @@ def make_listing(
 # %% ../../nbs/recordings/listing.ipynb #f0240e01
 def existing_folder(folder: str | os.PathLike, remedy: str | None = None) -> Path:
     "Check that a folder, also a URL of objects, exists; return it absolute. Raises DataError, MachineError."
-    root = absolute_folder(folder)
+    root = Folder(folder).path
     if isinstance(root, StorePath):
         return root
     try:
