@@ -9,7 +9,6 @@ __all__ = []
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +74,8 @@ class Source:
 
     digest: bytes
     facts: dict[str, Any]  # columns of the row, without those that are parsed from its name
-    # [N] int16 or float32; None if the rules reject the recording, or if the samples are no longer needed
-    samples: np.ndarray | None
+    samples: np.ndarray | None  # [N] int16 or float32; None if the rules reject the recording
     refused: str | None  # why the recording must be rejected
-    bounds: Bounds | None = None  # range of correct features, once computed
 
 
 def read_source(path: bytes, spec: MelSpec) -> Source:
@@ -105,79 +102,14 @@ def read_source(path: bytes, spec: MelSpec) -> Source:
 
 # %% ../../nbs/dataset/consistency.ipynb #85917070
 def expected_bounds(
-    sources: Sequence[Source],  # n, each with samples or with its bounds
+    sources: Sequence[Source],  # n, none of which was refused
     spec: MelSpec,
 ) -> Bounds:  # [n, ...]
-    "Return the range of correct features of some recordings; compute those that are missing."
-    if new := [s for s in sources if s.bounds is None]:
-        rows = [s.samples for s in new if s.samples is not None]
-        if any(x.dtype != np.int16 for x in rows):
-            rows = list(map(_full_scale, rows))
-        group = bounds_of(reference_features(np.stack(rows), spec), spec)
-        for place, s in enumerate(new):
-            s.bounds = Bounds(*(x[place] for x in group))
-    return Bounds(*map(np.stack, zip(*(s.bounds for s in sources if s.bounds is not None), strict=True)))
-
-# %% ../../nbs/dataset/consistency.ipynb #e32c828d
-class Sources:
-    "Expected rows of the recordings of one folder; computed on request or in advance."
-
-    def __init__(
-        self,
-        folder: Folder,  # that paths are relative to
-        spec: MelSpec,
-        *,
-        keep_samples: bool = False,  # also of recordings whose features were computed in advance
-    ):
-        self.folder = folder
-        self.spec = spec
-        self.keep_samples = keep_samples
-        self.known: dict[bytes, tuple[tuple[int, ...], Source]] = {}  # read in advance
-
-    def precompute(
-        self,
-        paths: Sequence[bytes],
-        stopped: Callable[[], bool] = lambda: False,  # asked every few recordings
-        together: int = 16,
-    ) -> int:  # recordings read so far; raises MachineError
-        "Read recordings and compute their features in advance; skip files that cannot be read."
-        for start in range(0, len(paths), together):
-            if stopped():
-                break
-            read = {}
-            with self.folder.local(paths[start : start + together]) as files:
-                for path, full in files.items():
-                    with suppress(OSError, RecordingError):
-                        read[path] = schema.file_identity(full), read_source(full, self.spec)
-            if some := [source for _, source in read.values() if source.samples is not None]:
-                expected_bounds(some, self.spec)
-            for source in some if not self.keep_samples else []:
-                source.samples = None
-            self.known |= read  # only complete sets: verification may run in another thread
-        return len(self.known)
-
-    def at_hand(self, paths: Sequence[bytes]) -> AbstractContextManager[dict[bytes, bytes]]:
-        "Make recordings that `get` will be asked for available on the local disk; files by path."
-        return self.folder.local([p for p in paths if not self.folder.is_remote or p not in self.known])
-
-    def get(
-        self,
-        path: bytes,
-        file: bytes | None = None,  # of `at_hand`; None: in the folder
-    ) -> Source:
-        "Return the expected row of a recording, computed in advance if its file has not changed; raises RecordingError if it cannot be used."
-        stamp, source = self.known.get(path, (None, None))
-        full = file or self.folder.full_path(path)
-        with suppress(OSError):
-            # another version of an object has another digest
-            if source is not None and (self.folder.is_remote or stamp == schema.file_identity(full)):
-                return source
-        try:
-            return read_source(full, self.spec)
-        except RecordingError as e:  # named by its object, not by its copy
-            raise RecordingError(
-                e.reject_code, e.message, path=self.folder.full_path(path), remedy=e.remedy
-            ) from e
+    "Return the range of correct features of some recordings."
+    rows = [s.samples for s in sources if s.samples is not None]
+    if any(x.dtype != np.int16 for x in rows):
+        rows = list(map(_full_scale, rows))
+    return bounds_of(reference_features(np.stack(rows), spec), spec)
 
 # %% ../../nbs/dataset/consistency.ipynb #584fbbde
 def _sentences(found: Mapping[str, Sequence[bytes]]) -> Iterator[str]:
@@ -427,7 +359,8 @@ def pick_rejected(
 # %% ../../nbs/dataset/consistency.ipynb #f8206e8c
 def rejected_problems(
     columns: Columns,  # name -> array or HDF5 data set
-    sources: Sources,
+    folder: Folder,
+    spec: MelSpec,
     naming: Naming,
     labels: Sequence[str],
     root: str | os.PathLike,  # nothing is read outside it
@@ -440,13 +373,13 @@ def rejected_problems(
     "Yield rejected files that are valid now, or that have another reject code."
     codes, paths = columns["rejected/code"][:], columns["rejected/path"][:].tolist()
     picked = pick_rejected(codes, sample).tolist()
-    with sources.folder.local([paths[k] for k in picked]) as files:
+    with folder.local([paths[k] for k in picked]) as files:
         for k in picked:
             path, code = paths[k], codes[k].decode("ascii", "replace")
             file = files[path]
-            if not (sources.folder.is_remote or listing.is_inside(file, os.path.realpath(root))):
+            if not (folder.is_remote or listing.is_inside(file, os.path.realpath(root))):
                 continue  # a table may name such a file; it is not read
-            if now := _rejected_now(file, path, code, sources.spec, naming, labels, by_people):
+            if now := _rejected_now(file, path, code, spec, naming, labels, by_people):
                 sentence = f"{show_path(path)}: the file was rejected as {code}{now}"
                 if not os.path.lexists(file) or is_changed(path):
                     moved.append(sentence)

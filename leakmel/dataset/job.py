@@ -29,7 +29,6 @@ from leakmel.core.store import Folder
 from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset import loader, schema
 from leakmel.dataset.config import PipelineConfig, Workers
-from leakmel.dataset.consistency import Sources
 from leakmel.dataset.existing import (
     KNOWN,
     ExistingDataset,
@@ -216,10 +215,6 @@ class Job:
         # result
         self.named: dict[str, np.ndarray] | None = None  # `name_columns` of all candidates
         self.folders = np.zeros(0, np.int64)  # `folder_inodes` of all candidates, before they are read
-        # expected rows for verification
-        self.sources: Sources | None = Sources(
-            self.folder, spec, keep_samples=file.waveform_shape is not None
-        )
         self.checked = (0, 0)  # rows checked, and rows to check
         self.columns: Columns | None = None  # of the complete data set: what problems are found from
         self.gains = np.zeros(0)  # [rows] of the complete data set, by the names

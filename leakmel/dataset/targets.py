@@ -30,7 +30,7 @@ from leakmel.dataset.inputs import Target, checked_inputs, list_recordings
 from leakmel.dataset.job import BuildContext, BuildRequest, Job, Parts, open_jobs
 from leakmel.dataset.loader import ObjectReader, ReadAhead, Slot, plan_read_ahead
 from leakmel.dataset.modes import Preloaded, prepare, with_spec_rules
-from leakmel.dataset.publish import BuildResult, publish, read_ahead_for_check, result_of
+from leakmel.dataset.publish import BuildResult, publish, result_of
 from leakmel.dataset.verify import check_sample
 from leakmel.mel.engines import DeviceOptions, Engine, EngineLane, load_engine, may_have_cuda, open_engine
 from leakmel.mel.spec import MelSpec
@@ -291,12 +291,12 @@ def _write_journal(ring: Ring, lane: str) -> None:
 
 
 def _publish_jobs(ring: Ring, k: int, lane: str) -> None:
-    "Compute expected rows for verification, then publish completed jobs."
+    "Parse the names of recordings while they are read, then publish completed jobs."
     stopping = ring.lanes.stopping.is_set
     try:
-        read_ahead_for_check(
-            ring.run, ring.jobs[k :: ring.n_publishers], lane, lambda: stopping() or not ring.complete.empty()
-        )
+        for job in ring.jobs[k :: ring.n_publishers]:
+            if ring.complete.empty() and not (stopping() or job.is_complete()):
+                job.parse_names()
         while (job := ring.complete.get()) is not None and not stopping():
             with write_errors(job.file.target):
                 publish(ring.run, job, lane, stopping)
