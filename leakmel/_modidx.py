@@ -751,8 +751,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'leakmel/dataset/loader.py'),
                                         'leakmel.dataset.loader.ObjectReader.__init__': ( 'dataset/loader.html#objectreader.__init__',
                                                                                           'leakmel/dataset/loader.py'),
-                                        'leakmel.dataset.loader.ObjectReader._download': ( 'dataset/loader.html#objectreader._download',
-                                                                                           'leakmel/dataset/loader.py'),
                                         'leakmel.dataset.loader.ObjectReader.fill': ( 'dataset/loader.html#objectreader.fill',
                                                                                       'leakmel/dataset/loader.py'),
                                         'leakmel.dataset.loader.ReadAhead': ('dataset/loader.html#readahead', 'leakmel/dataset/loader.py'),
