@@ -143,7 +143,7 @@ class Parts:
 
 @dataclass(eq=False, repr=False)
 class BuildContext:
-    "A build: its targets and what they share; it is opened once, and then travels."
+    "A build: what was asked for, its targets, and what they share once `open_context` has opened it."
 
     request: BuildRequest
     manifest: Manifest
@@ -152,7 +152,7 @@ class BuildContext:
     listed_s: float = 0.0  # when listing began, on the timeline's clock
     engine_reason: str = ""  # why `auto` took the engine, a sentence; empty if the user named it
     began_ns: int = field(default_factory=time.time_ns)  # when the build began, by the clock of the files
-    # of an open build
+    # set by `open_context`
     decision: SpecDecision = field(init=False)  # spec, and how the recordings fit it
     engine: Engine = field(init=False)
     workers: Workers = field(init=False)
