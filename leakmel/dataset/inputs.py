@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,8 @@ from leakmel.recordings.problems import tied_values
 from leakmel.recordings.tables import require_same_table
 from leakmel.recordings.wav import OutOfMemory, open_regular, parse_header, read_error
 
+if TYPE_CHECKING:
+    from leakmel.dataset.existing import Target
 log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/inputs.ipynb #bedc96a6
@@ -462,20 +464,8 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
         )
 
 # %% ../../nbs/dataset/inputs.ipynb #b0df99d1
-class Target(NamedTuple):
-    "A split to build."
-
-    listing: Listing
-    path: Path  # the data set's final name
-
-    @property
-    def split(self) -> str:
-        "Name of the split for people."
-        return self.listing.split or self.listing.folder.name
-
-
 @contextmanager
-def checked_inputs(manifest: Manifest, targets: Sequence[Target], spec: SpecLike) -> Iterator[SpecDecision]:
+def checked_inputs(manifest: Manifest, targets: Sequence["Target"], spec: SpecLike) -> Iterator[SpecDecision]:
     "Check the inputs of a build and create the folders of its targets; if the build fails, remove empty folders."
     # the innermost first
     made = [f for target in targets for f in target.path.parents if not os.path.exists(f)]

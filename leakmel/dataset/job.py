@@ -23,7 +23,6 @@ from numpy.lib.stride_tricks import as_strided
 
 from leakmel.core import errors
 from leakmel.core.files import delayed_signals, require_space, write_errors
-from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
 from leakmel.core.store import Folder
 from leakmel.core.timeline import Span, Timeline
@@ -33,14 +32,13 @@ from leakmel.dataset.existing import (
     KNOWN,
     ExistingDataset,
     Journal,
+    Target,
     folder_inodes,
     is_settled,
     journal_identity,
-    journal_path,
-    open_existing,
     stamps_of,
 )
-from leakmel.dataset.inputs import SpecDecision, SpecLike, Target
+from leakmel.dataset.inputs import SpecDecision, SpecLike
 from leakmel.dataset.modes import MODES, CachedReader, Preloaded
 from leakmel.dataset.verify import VerifyReport, check_data_set
 from leakmel.dataset.writer import RowFile, allocated_bytes, part_bytes, part_offsets, read_at, write_at
@@ -534,21 +532,20 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
 # %% ../../nbs/dataset/job.ipynb #bb8eb46b
 def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputError, SpaceError
     "Return a job with journal and partial file: new ones, or those of a matching interrupted build."
-    listing, path = target
-    request, config = run.request, run.request.config
+    listing, request, config = target.listing, run.request, run.request.config
     journal = None
     folders = folder_inodes(listing, range(len(listing)))
     if not run.manifest.part_of:  # each attempt at a part has its own name, and begins at its start
         if request.fresh:
-            journal_path(path).unlink(missing_ok=True)
+            target.journal.unlink(missing_ok=True)
         identity = journal_identity(
             listing, folders, run.fingerprint, run.spec.row_shape, request.with_waveforms, run.engine.identity
         )
-        journal = Journal(journal_path(path), identity, every_bytes=config.journal_bytes, sync=config.fsync)
+        journal = Journal(target.journal, identity, every_bytes=config.journal_bytes, sync=config.fsync)
         if why := journal.past.refusal:
             log.warning(
                 "%s: cannot resume the interrupted build, so all rows are computed again: %s",
-                errors.show_path(path),
+                errors.show_path(target.path),
                 why,
             )
     job = _new_job(run, target, "resume" if journal is not None and journal.past.entries else "new")
@@ -608,7 +605,9 @@ def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises Da
             bar.update(start, f"part {number:,} of {parts.n_parts:,}")
             if path.suffix == ".empty":  # its recordings are read again
                 continue
-            found = open_existing(path, job.listing.part(number, parts.n_parts), *settings, was_listed=is_new)
+            found = Target(job.listing.part(number, parts.n_parts), path).existing(
+                *settings, was_listed=is_new
+            )
             if found is None:
                 raise errors.DataError(
                     "the data set of a part is damaged, or was built with other settings or by another release",
@@ -639,11 +638,8 @@ def open_jobs(
     try:
         with delayed_signals():
             for target in run.targets:
-                stack.enter_context(OutputLock(target.path))
-        existing = [
-            None if run.request.fresh else open_existing(target.path, target.listing, *settings)
-            for target in run.targets
-        ]
+                stack.enter_context(target.lock())
+        existing = [None if run.request.fresh else target.existing(*settings) for target in run.targets]
         # all checks before the first change of a file are done
         run.timeline.spans.append(Span("start_up", "main", max(0.0, run.listed_s), run.timeline.now_s()))
         finished = [
@@ -654,7 +650,7 @@ def open_jobs(
             each = sum(part_bytes(run.spec.row_shape, shape)) * (
                 1 + (run.request.config.compression == "gzip")
             )
-            partials = [target.path.with_name(f".{target.path.name}.partial") for target in to_do]
+            partials = [target.partial for target in to_do]
             n_rows = sum(len(target.listing) for target in to_do)
             require_space(partials[0].parent, each * n_rows - sum(map(allocated_bytes, partials)))
         for target, job in zip(run.targets, finished, strict=True):

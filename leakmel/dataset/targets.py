@@ -26,7 +26,8 @@ from leakmel.core.progress import Progress
 from leakmel.core.threads import ThreadGroup, machine_error, run_threads
 from leakmel.core.timeline import Span, SpanCounts, Timeline
 from leakmel.dataset.config import open_chosen, plan_workers
-from leakmel.dataset.inputs import Target, checked_inputs, list_recordings
+from leakmel.dataset.existing import Target
+from leakmel.dataset.inputs import checked_inputs, list_recordings
 from leakmel.dataset.job import BuildContext, BuildRequest, Job, Parts, open_jobs
 from leakmel.dataset.loader import ObjectReader, ReadAhead, Slot, plan_read_ahead
 from leakmel.dataset.modes import Preloaded, prepare, with_spec_rules
