@@ -296,7 +296,8 @@ def _publish_jobs(ring: Ring, k: int, lane: str) -> None:
     stopping = ring.lanes.stopping.is_set
     try:
         for job in ring.jobs[k :: ring.n_publishers]:
-            if ring.complete.empty() and not (stopping() or job.is_complete()):
+            # the join parses the names of parts
+            if ring.complete.empty() and not (stopping() or job.is_complete() or ring.run.manifest.part_of):
                 job.parse_names()
         while (job := ring.complete.get()) is not None and not stopping():
             with write_errors(job.file.target):
