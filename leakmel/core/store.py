@@ -48,9 +48,9 @@ class StorePath(PosixPath):
         return "/".join(self.parts[2:])
 
 
-def is_url(path: object) -> bool:
+def is_url(path: str | os.PathLike) -> bool:
     "Whether a path is meant as the URL of objects."
-    return isinstance(path, StorePath) or str(path).startswith(tuple(f"{s}://" for s in SCHEMES))
+    return os.fspath(path).startswith(tuple(f"{s}://" for s in SCHEMES))
 
 
 def store_path(
@@ -69,13 +69,6 @@ def store_path(
             remedy="give credentials in the environment, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         )
     return StorePath(f"{scheme}:", bucket, *names)
-
-
-def absolute_folder(
-    path: str | os.PathLike,  # a path, or the URL of objects
-) -> Path:  # raises UsageError
-    "Return the absolute path of a folder, or its URL."
-    return store_path(path) if is_url(path) else Path(os.path.abspath(path))
 
 
 def output_path(
@@ -268,21 +261,28 @@ _TOGETHER = 64  # requests
 _WHOLE_BYTES = 8 << 20  # larger objects are written as they come
 
 
-class LocalCopies:
-    "Copies of objects on the local disk, each while it is read; a context manager. Files of a local folder are read in place."
+class Folder:
+    "A folder of recordings: on the local disk, where files are read in place, or objects, of which each is copied while it is read; a context manager."
 
     def __init__(
         self,
-        folder: Path,  # absolute path, or a StorePath: paths are relative to it
-    ):
-        self.folder = folder
-        self.is_remote = isinstance(folder, StorePath)
+        path: str | os.PathLike,  # also the URL of objects, or an open folder
+    ):  # raises UsageError for a URL that is not valid
+        self.path = store_path(path) if is_url(path) else Path(os.path.abspath(path))
+        self.is_remote = isinstance(self.path, StorePath)
         self._place: TemporaryDirectory | None = None
         self._lock = threading.RLock()
         self._numbers = count()
         self._closed = False
 
-    def __enter__(self) -> "LocalCopies":
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+    def full_path(self, path: bytes) -> bytes:
+        "Full path, or URL, of a recording."
+        return os.path.join(os.fsencode(self), path)
+
+    def __enter__(self) -> "Folder":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -293,14 +293,14 @@ class LocalCopies:
         "Folder of the copies."
         with self._lock:
             if self._closed:
-                raise MachineError("the download was stopped", code="stopped", path=self.folder)
+                raise MachineError("the download was stopped", code="stopped", path=self.path)
             if self._place is None:
                 self._open()
             return os.fsencode(self._place.name)  # type: ignore[union-attr]
 
     def _open(self) -> None:
         "Make the folder, and start the thread."
-        folder = self.folder
+        folder = self.path
         assert isinstance(folder, StorePath), "copies are made of objects only"
         self._get, self._store = _obstore().get_async, open_store(folder)
         self._prefix = f"{folder.prefix}/" if folder.prefix else ""
@@ -341,7 +341,7 @@ class LocalCopies:
             except FileNotFoundError:
                 return file
             except Exception as e:
-                raise store_error(e, os.path.join(os.fsencode(self.folder), path)) from None
+                raise store_error(e, self.full_path(path)) from None
             try:
                 with open(
                     file, "xb"
@@ -354,7 +354,7 @@ class LocalCopies:
             except OSError as e:
                 raise write_error(e, file) from e
             except Exception as e:
-                raise store_error(e, os.path.join(os.fsencode(self.folder), path)) from None
+                raise store_error(e, self.full_path(path)) from None
         return file
 
     def wait(self, copy: Future[bytes]) -> bytes:  # full path
@@ -362,17 +362,16 @@ class LocalCopies:
         try:
             return copy.result()
         except CancelledError as e:
-            raise MachineError("the download was stopped", code="stopped", path=self.folder) from e
+            raise MachineError("the download was stopped", code="stopped", path=self.path) from e
 
     @contextmanager
-    def of(
+    def local(
         self,
         paths: Sequence[bytes],  # relative to the folder
     ) -> Iterator[dict[bytes, bytes]]:  # path -> full path of a local file; raises LeakmelError
         "Make some files available on the local disk while the body runs."
         if not self.is_remote:
-            top = os.fsencode(self.folder)
-            yield {path: os.path.join(top, path) for path in paths}
+            yield {path: self.full_path(path) for path in paths}
             return
         copies = {path: self.start(path, b"c%d" % next(self._numbers)) for path in dict.fromkeys(paths)}
         done = dict[bytes, bytes]()

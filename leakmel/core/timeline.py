@@ -58,7 +58,7 @@ STAGE_MEANING = {
     "write": "write rows into the file, read them back, and store their properties and digests",
     "publish": "write columns and attributes of the data set, compress, rename",
     "sync": "wait until the disk has stored the file, and its new name after the rename",
-    "verify": "check before publishing: the file, and a recomputed sample of its rows; a publisher's lane may do it before the rows are written",
+    "verify": "check before publishing: the file, and a recomputed sample of its rows",
     "wait": "idle time that a lane reports",
 }
 STAGES = tuple(STAGE_MEANING)
@@ -303,27 +303,9 @@ def read_timeline(path: str | os.PathLike) -> Timeline:
     return timeline
 
 # %% ../../nbs/core/timeline.ipynb #967bc909
-def main_and_checks(timeline: Timeline) -> tuple[list[Span], list[Span]]:
-    'Divide the spans: "verify" spans of publishers that start before the first "publish" span of their split run in the background.'
-    published = sorted((s for s in timeline.spans if s.stage == "publish"), key=lambda s: -s.start_s)
-    first = {s.split: s.start_s for s in published}  # the earliest of a split
-    checks = dict.fromkeys(
-        s
-        for s in timeline.spans
-        if s.stage == "verify" and s.lane.startswith("publisher") and s.start_s < first.get(s.split, math.inf)
-    )
-    return [s for s in timeline.spans if s not in checks], list(checks)
-
-
 def interval_s(timeline: Timeline, split: str | None = None) -> tuple[float, float] | None:
-    """Return the start of the first and the end of the last span of a split, or of the whole run; None without one.
-
-    Background checks of a split count only where it has nothing else.
-    """
-    own = timeline.spans
-    if split is not None:
-        own = [s for s in main_and_checks(timeline)[0] if s.split == split]
-        own = own or [s for s in timeline.spans if s.split == split]
+    "Return the start of the first and the end of the last span of a split, or of the whole run; None without one."
+    own = [s for s in timeline.spans if split in (None, s.split)]
     return (min(s.start_s for s in own), max(s.end_s for s in own)) if own else None
 
 # %% ../../nbs/core/timeline.ipynb #7b8685d9
@@ -350,15 +332,12 @@ def _spans_within(spans: Iterable[Span], split: str | None, first: float, last: 
 def attribute(timeline: Timeline, split: str | None = None) -> dict[str, float]:
     """Divide the wall time of a split, or of the whole run, between the stages, in the order of STAGES.
 
-    n busy lanes get 1/n each, background checks only otherwise idle time. "wait" is always there; {} without a span.
+    n busy lanes get 1/n each. "wait" is always there; {} without a span.
     """
     within = interval_s(timeline, split)
     if within is None:
         return {}
-    groups = [_spans_within(spans, split, *within) for spans in main_and_checks(timeline)]
-    times, _ = busy_lanes([*groups[0], *groups[1]], *within)
-    lanes, checks = (busy_lanes(spans, *times)[1] for spans in groups)
-    lanes = np.where(lanes.any(axis=0), lanes, checks)
+    times, lanes = busy_lanes(_spans_within(timeline.spans, split, *within), *within)
     share = lanes / np.maximum(lanes.sum(axis=0), 1)
     idle_s = float(np.diff(times)[~lanes.any(axis=0)].sum())
     seconds = dict(zip(STAGES, (share @ np.diff(times)).tolist(), strict=True))
@@ -441,7 +420,7 @@ def amdahl_bounds(timeline: Timeline, split: str | None = None) -> dict[str, flo
     wall_s = last - first
     if wall_s <= 0:
         return {}
-    spans = _spans_within(main_and_checks(timeline)[0], split, first, last)  # without background checks
+    spans = _spans_within(timeline.spans, split, first, last)
     lanes = pieces_by_lane(spans)
     pieces = [p for same in lanes.values() for p in same]
     # three phases: before the first recording, while there are rows to make, after the last row

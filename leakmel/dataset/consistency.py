@@ -9,7 +9,6 @@ __all__ = []
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import h5py
 import numpy as np
 
 from leakmel.core.errors import RecordingError, show_path
-from leakmel.core.store import LocalCopies, absolute_folder, is_url, store_path
+from leakmel.core.store import Folder
 from leakmel.dataset import schema
 from leakmel.mel.spec import Bounds, MelSpec, bounds_of, reference_features
 from leakmel.recordings import conform, listing, tables
@@ -75,10 +74,8 @@ class Source:
 
     digest: bytes
     facts: dict[str, Any]  # columns of the row, without those that are parsed from its name
-    # [N] int16 or float32; None if the rules reject the recording, or if the samples are no longer needed
-    samples: np.ndarray | None
+    samples: np.ndarray | None  # [N] int16 or float32; None if the rules reject the recording
     refused: str | None  # why the recording must be rejected
-    bounds: Bounds | None = None  # range of correct features, once computed
 
 
 def read_source(path: bytes, spec: MelSpec) -> Source:
@@ -105,81 +102,14 @@ def read_source(path: bytes, spec: MelSpec) -> Source:
 
 # %% ../../nbs/dataset/consistency.ipynb #85917070
 def expected_bounds(
-    sources: Sequence[Source],  # n, each with samples or with its bounds
+    sources: Sequence[Source],  # n, none of which was refused
     spec: MelSpec,
 ) -> Bounds:  # [n, ...]
-    "Return the range of correct features of some recordings; compute those that are missing."
-    if new := [s for s in sources if s.bounds is None]:
-        rows = [s.samples for s in new if s.samples is not None]
-        if any(x.dtype != np.int16 for x in rows):
-            rows = list(map(_full_scale, rows))
-        group = bounds_of(reference_features(np.stack(rows), spec), spec)
-        for place, s in enumerate(new):
-            s.bounds = Bounds(*(x[place] for x in group))
-    return Bounds(*map(np.stack, zip(*(s.bounds for s in sources if s.bounds is not None), strict=True)))
-
-# %% ../../nbs/dataset/consistency.ipynb #e32c828d
-class Sources:
-    "Expected rows of the recordings of one folder; computed on request or in advance."
-
-    def __init__(
-        self,
-        folder: bytes,  # that paths are relative to
-        spec: MelSpec,
-        *,
-        keep_samples: bool = False,  # also of recordings whose features were computed in advance
-        copies: LocalCopies | None = None,  # of the folder, for one of objects
-    ):
-        self.folder = folder
-        self.spec = spec
-        self.keep_samples = keep_samples
-        self.copies = copies or LocalCopies(absolute_folder(os.fsdecode(folder)))
-        self.known: dict[bytes, tuple[tuple[int, ...], Source]] = {}  # read in advance
-
-    def precompute(
-        self,
-        paths: Sequence[bytes],
-        stopped: Callable[[], bool] = lambda: False,  # asked every few recordings
-        together: int = 16,
-    ) -> int:  # recordings read so far; raises MachineError
-        "Read recordings and compute their features in advance; skip files that cannot be read."
-        for start in range(0, len(paths), together):
-            if stopped():
-                break
-            read = {}
-            with self.copies.of(paths[start : start + together]) as files:
-                for path, full in files.items():
-                    with suppress(OSError, RecordingError):
-                        read[path] = schema.file_identity(full), read_source(full, self.spec)
-            if some := [source for _, source in read.values() if source.samples is not None]:
-                expected_bounds(some, self.spec)
-            for source in some if not self.keep_samples else []:
-                source.samples = None
-            self.known |= read  # only complete sets: verification may run in another thread
-        return len(self.known)
-
-    def at_hand(self, paths: Sequence[bytes]) -> AbstractContextManager[dict[bytes, bytes]]:
-        "Make recordings that `get` will be asked for available on the local disk; files by path."
-        return self.copies.of([p for p in paths if not self.copies.is_remote or p not in self.known])
-
-    def get(
-        self,
-        path: bytes,
-        file: bytes | None = None,  # of `at_hand`; None: in the folder
-    ) -> Source:
-        "Return the expected row of a recording, computed in advance if its file has not changed; raises RecordingError if it cannot be used."
-        stamp, source = self.known.get(path, (None, None))
-        full = file or os.path.join(self.folder, path)
-        with suppress(OSError):
-            # another version of an object has another digest
-            if source is not None and (self.copies.is_remote or stamp == schema.file_identity(full)):
-                return source
-        try:
-            return read_source(full, self.spec)
-        except RecordingError as e:  # named by its object, not by its copy
-            raise RecordingError(
-                e.reject_code, e.message, path=os.path.join(self.folder, path), remedy=e.remedy
-            ) from e
+    "Return the range of correct features of some recordings."
+    rows = [s.samples for s in sources if s.samples is not None]
+    if any(x.dtype != np.int16 for x in rows):
+        rows = list(map(_full_scale, rows))
+    return bounds_of(reference_features(np.stack(rows), spec), spec)
 
 # %% ../../nbs/dataset/consistency.ipynb #584fbbde
 def _sentences(found: Mapping[str, Sequence[bytes]]) -> Iterator[str]:
@@ -293,28 +223,28 @@ def table_mismatches(
                 yield f"{name} of {len(bad)} rows differs from the table, first {show_path(paths[rows[bad[0]]])}"
 
 # %% ../../nbs/dataset/consistency.ipynb #ff26ebba
-def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
+def accounting(file: h5py.File, folder: Folder, naming: Naming) -> Iterator[str]:
     "Compare rows and rejected files with the files in the folder."
     is_table = naming.source == "table"
     lost = zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist(), strict=True)
     known = {p for p, code in lost if not (is_table and code == b"unreadable")}
     known |= {*file["files/path"][:].tolist()}
-    if is_remote := is_url(os.fsdecode(folder)):
-        url = store_path(os.fsdecode(folder))
-        there = set(listing.found_below(url, url, named=known)[0].paths)
+    if folder.is_remote:
+        there = set(listing.found_below(folder.path, folder.path, named=known)[0].paths)
     else:
         there = set[bytes]()
-        for at, folders, names in os.walk(folder):  # not through links
+        top = folder.full_path(b"")
+        for at, folders, names in os.walk(top):  # not through links
             folders[:] = [name for name in folders if not listing.is_system_folder(os.fsdecode(name))]
-            there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if listing.is_recording_name(n)}
+            there |= {os.path.join(at, n)[len(top) :] for n in names if listing.is_recording_name(n)}
     if naming.base == "root" and naming.source == "pattern":
         there = {p for p in there if naming.read(p).split == file.attrs["split"]}
     gone = sorted(known - there)
     # beside a table, other recordings in the folder are of no interest
     new = [] if is_table else sorted(there - known)
-    if not is_remote:
-        gone = [p for p in gone if not os.path.isfile(os.path.join(folder, p))]
-        full = {os.path.join(folder, p): p for p in new}
+    if not folder.is_remote:
+        gone = [p for p in gone if not os.path.isfile(folder.full_path(p))]
+        full = {folder.full_path(p): p for p in new}
         new = [p for at, p in full.items() if os.path.isfile(at) and not os.path.islink(at)]
     yield from _sentences(
         {
@@ -429,7 +359,8 @@ def pick_rejected(
 # %% ../../nbs/dataset/consistency.ipynb #f8206e8c
 def rejected_problems(
     columns: Columns,  # name -> array or HDF5 data set
-    sources: Sources,
+    folder: Folder,
+    spec: MelSpec,
     naming: Naming,
     labels: Sequence[str],
     root: str | os.PathLike,  # nothing is read outside it
@@ -442,13 +373,13 @@ def rejected_problems(
     "Yield rejected files that are valid now, or that have another reject code."
     codes, paths = columns["rejected/code"][:], columns["rejected/path"][:].tolist()
     picked = pick_rejected(codes, sample).tolist()
-    with sources.copies.of([paths[k] for k in picked]) as files:
+    with folder.local([paths[k] for k in picked]) as files:
         for k in picked:
             path, code = paths[k], codes[k].decode("ascii", "replace")
             file = files[path]
-            if not (sources.copies.is_remote or listing.is_inside(file, os.path.realpath(root))):
+            if not (folder.is_remote or listing.is_inside(file, os.path.realpath(root))):
                 continue  # a table may name such a file; it is not read
-            if now := _rejected_now(file, path, code, sources.spec, naming, labels, by_people):
+            if now := _rejected_now(file, path, code, spec, naming, labels, by_people):
                 sentence = f"{show_path(path)}: the file was rejected as {code}{now}"
                 if not os.path.lexists(file) or is_changed(path):
                     moved.append(sentence)

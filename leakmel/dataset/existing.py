@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -36,6 +36,7 @@ from leakmel.core.files import (
     write_all,
     write_errors,
 )
+from leakmel.core.locks import OutputLock
 from leakmel.core.store import StorePath
 from leakmel.dataset import schema
 from leakmel.dataset.loader import ENCODINGS, FACTS, STATUSES, codes_of, decoders
@@ -476,62 +477,87 @@ def _is_unchanged(
     return same & (listing.label_ids[numbers].clip(max=0) == unread)
 
 
-def open_existing(
-    target: Path,
-    listing: Listing,
-    fingerprint: str,  # fingerprint of spec and engine
-    with_waveforms: bool,
-    engine: str,  # its identity
-    *,
-    was_listed: bool = False,  # it was built after the listing was made: only its rejected files are looked at again
-) -> ExistingDataset | None:  # None if no valid data set with the same settings exists
-    "Read the existing data set and compare it with a listing; raises MachineError."
-    if (state := read_state(target)) is None:
-        return None
-    digest, stamps = state
-    try:
-        with damage_errors(target), schema.open_file(target) as f:
-            if not _has_settings(f, target, digest, fingerprint, with_waveforms, engine):
-                return None
-            lost = zip(
-                *(f[f"rejected/{name}"][:].tolist() for name in ("path", "code", "message")), strict=True
-            )
-            rejected = [
-                schema.Rejected(path, code.decode(), message.decode()) for path, code, message in lost
-            ]
-            known = _read_known(f, stamps, with_waveforms)
-            paths = f["files/path"][:].tolist()
-            compressed = f[schema.ROWS].chunks is not None
-    except (DataError, MemoryError, VerifyError) as e:
-        why = getattr(e, "found", None) or f"{type(e).__name__}: {e}"
-        log.warning("%s cannot be updated and is rebuilt: %s", target, why)
-        return None
-    n_rows, place = len(known), {path: i for i, path in enumerate([*paths, *(r.path for r in rejected)])}
-    if len(stamps) != n_rows + len(rejected):
-        return None
-    places = np.array([place.get(path, -1) for path in listing.paths], np.int64)
-    met = np.flatnonzero(places >= 0)
-    of = places[met]
-    unread = np.array([0] * n_rows + [_UNREAD.get(r.code, 0) for r in rejected])
-    look = (of >= n_rows) | (not was_listed)  # a machine may have rejected what this one can read
-    same = _is_unchanged(listing, met, stamps[of], unread[of], look)
-    is_row, is_lost = same & (of < n_rows), same & (of >= n_rows)
-    known = known[of[is_row]]
-    known["number"] = met[is_row]
-    return ExistingDataset(
-        path=target,
-        digest=digest,
-        compressed=compressed,
-        known=known,
-        places=of[is_row],
-        rejected=[rejected[i] for i in of[is_lost] - n_rows],
-        numbers=met[is_lost],
-        changes={
-            "added": len(listing) - len(met),
-            "changed": len(met) - int(same.sum()),
-            "removed": len(place) - len(met),
-        },
-    )
+class Target(NamedTuple):
+    "A data set to build: its recordings, its final name, and the files next to it."
+
+    listing: Listing
+    path: Path  # the final name
+
+    @property
+    def split(self) -> str:
+        "Name of the split for people."
+        return self.listing.split or self.listing.folder.name
+
+    @property
+    def partial(self) -> Path:
+        "File of the rows until the data set is complete."
+        return self.path.with_name(f".{self.path.name}.partial")
+
+    @property
+    def journal(self) -> Path:
+        "Journal from which an interrupted build is resumed."
+        return journal_path(self.path)
+
+    def lock(self) -> OutputLock:
+        "Return the lock of the final name, a context manager."
+        return OutputLock(self.path)
+
+    def existing(
+        self,
+        fingerprint: str,  # fingerprint of spec and engine
+        with_waveforms: bool,
+        engine: str,  # its identity
+        *,
+        was_listed: bool = False,  # it was built after the listing was made: only its rejected files are looked at again
+    ) -> ExistingDataset | None:  # None if no valid data set with the same settings exists
+        "Read the data set under the final name and compare it with the listing; raises MachineError."
+        listing, target = self
+        if (state := read_state(target)) is None:
+            return None
+        digest, stamps = state
+        try:
+            with damage_errors(target), schema.open_file(target) as f:
+                if not _has_settings(f, target, digest, fingerprint, with_waveforms, engine):
+                    return None
+                lost = zip(
+                    *(f[f"rejected/{name}"][:].tolist() for name in ("path", "code", "message")), strict=True
+                )
+                rejected = [
+                    schema.Rejected(path, code.decode(), message.decode()) for path, code, message in lost
+                ]
+                known = _read_known(f, stamps, with_waveforms)
+                paths = f["files/path"][:].tolist()
+                compressed = f[schema.ROWS].chunks is not None
+        except (DataError, MemoryError, VerifyError) as e:
+            why = getattr(e, "found", None) or f"{type(e).__name__}: {e}"
+            log.warning("%s cannot be updated and is rebuilt: %s", target, why)
+            return None
+        n_rows, place = len(known), {path: i for i, path in enumerate([*paths, *(r.path for r in rejected)])}
+        if len(stamps) != n_rows + len(rejected):
+            return None
+        places = np.array([place.get(path, -1) for path in listing.paths], np.int64)
+        met = np.flatnonzero(places >= 0)
+        of = places[met]
+        unread = np.array([0] * n_rows + [_UNREAD.get(r.code, 0) for r in rejected])
+        look = (of >= n_rows) | (not was_listed)  # a machine may have rejected what this one can read
+        same = _is_unchanged(listing, met, stamps[of], unread[of], look)
+        is_row, is_lost = same & (of < n_rows), same & (of >= n_rows)
+        known = known[of[is_row]]
+        known["number"] = met[is_row]
+        return ExistingDataset(
+            path=target,
+            digest=digest,
+            compressed=compressed,
+            known=known,
+            places=of[is_row],
+            rejected=[rejected[i] for i in of[is_lost] - n_rows],
+            numbers=met[is_lost],
+            changes={
+                "added": len(listing) - len(met),
+                "changed": len(met) - int(same.sum()),
+                "removed": len(place) - len(met),
+            },
+        )
 
 
 def _read_known(f: h5py.File, stamps: np.ndarray, with_waveforms: bool) -> np.ndarray:

@@ -17,22 +17,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from leakmel.core import errors
 from leakmel.core.comparison import text_column, text_key
-from leakmel.core.store import LocalCopies
+from leakmel.core.store import Folder
 from leakmel.mel.spec import PRESET_RATE, MelSpec, preset_values
 from leakmel.recordings.conform import resampled_length
-from leakmel.recordings.listing import Listing, holds_recording, split_folders
+from leakmel.recordings.listing import Listing
 from leakmel.recordings.manifest import Manifest, check_manifest, predict_command, scan
 from leakmel.recordings.naming import split_name
 from leakmel.recordings.problems import tied_values
 from leakmel.recordings.tables import require_same_table
 from leakmel.recordings.wav import OutOfMemory, open_regular, parse_header, read_error
 
+if TYPE_CHECKING:
+    from leakmel.dataset.existing import Target
 log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/inputs.ipynb #bedc96a6
@@ -68,10 +70,10 @@ def _read_headers(listings: Sequence[Listing], are_wanted: bool) -> tuple[np.nda
         known = list[tuple[int, int, int]]()
         for j, x in enumerate(listings):
             mine = numbers[some[of[some] == j]]
-            with LocalCopies(x.folder) as copies:
+            with Folder(x.folder) as folder:
                 for first in range(0, len(mine), READ_HEADERS):
                     own = mine[first : first + READ_HEADERS].tolist()
-                    with copies.of([x.paths[k] for k in own]) as files:
+                    with folder.local([x.paths[k] for k in own]) as files:
                         for k in own:
                             kind = _rate_and_length(files[x.paths[k]])
                             if kind is not None and kind[1]:
@@ -404,18 +406,6 @@ def _missing_labels(manifest: Manifest) -> list[str]:
     return [name for name, n in zip(manifest.label_names, counts.tolist(), strict=True) if n == 0]
 
 
-def _labels_without_recordings(manifest: Manifest) -> list[str]:
-    "Return the labels without recordings in the data folder, of which the manifest may list a part."
-    if not (missing := _missing_labels(manifest)):
-        return []
-    # other splits, or other parts, may have some: the first recording of a label is enough
-    folders = [*split_folders(manifest.root).values()] or [manifest.root]
-    if all(any(holds_recording(folder / label) for folder in folders) for label in missing):
-        return []
-    # their recordings may lie behind links
-    return _missing_labels(scan(manifest.root, pattern=manifest.naming.pattern or None))
-
-
 def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataError
     "Check that a split has recordings, and that each label has some."
     if len(listing) == 0:
@@ -461,8 +451,11 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             path=manifest.root,
             remedy="rename one of them; label names are stored as text",
         )
-    # labels that are not folders come from recordings
-    if by_folder and (missing := _labels_without_recordings(manifest)):
+    # labels that are not folders come from recordings; the whole, of which parts are built, was checked
+    missing = _missing_labels(manifest) if by_folder and not manifest.part_of else []
+    if missing:  # other splits, which the manifest does not list, may have some
+        missing = _missing_labels(scan(manifest.root, pattern=manifest.naming.pattern or None))
+    if missing:
         raise errors.DataError(
             f"labels have no recordings in any split: {', '.join(map(errors.show_path, missing))}",
             code="empty-label",
@@ -471,20 +464,8 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
         )
 
 # %% ../../nbs/dataset/inputs.ipynb #b0df99d1
-class Target(NamedTuple):
-    "A split to build."
-
-    listing: Listing
-    path: Path  # the data set's final name
-
-    @property
-    def split(self) -> str:
-        "Name of the split for people."
-        return self.listing.split or self.listing.folder.name
-
-
 @contextmanager
-def checked_inputs(manifest: Manifest, targets: Sequence[Target], spec: SpecLike) -> Iterator[SpecDecision]:
+def checked_inputs(manifest: Manifest, targets: Sequence["Target"], spec: SpecLike) -> Iterator[SpecDecision]:
     "Check the inputs of a build and create the folders of its targets; if the build fails, remove empty folders."
     # the innermost first
     made = [f for target in targets for f in target.path.parents if not os.path.exists(f)]
@@ -540,7 +521,6 @@ def propose_build(
     *,
     # words of the command line that name the recordings, for example ["--table", "a.csv"]
     options: Sequence[str] = (),
-    spec: SpecLike = None,  # as for `build`
 ) -> BuildProposal:
     "Propose the first build of a folder."
     has_splits = bool(manifest.listings) and bool(manifest.listings[0].split)
@@ -562,14 +542,12 @@ def propose_build(
         os.fsencode(root).decode()  # a name that is not UTF-8 cannot be pasted
         for listing in manifest.listings:
             check_listing(listing, manifest)
-        decision = decide_spec(spec, manifest.listings, count=True)
+        decision = decide_spec(None, manifest.listings, count=True)
         s = decision.spec
         reason = f"{s.sample_rate:,} Hz, {s.duration_s:g} s, {decision.reason}; {decision.changes_text}"
         if not decision.has_majority:
-            settings = spec if isinstance(spec, dict) else {}
-            given = {name: value for name, value in settings.items() if value is not None}
             taken = {"sample_rate": s.sample_rate, "duration_s": s.duration_s}
-            ways = _options_of(_long_enough(decision.headers, given), given)
+            ways = _options_of(_long_enough(decision.headers, {}), {})
             alternatives = [text for text, new in ways.items() if not new.items() <= taken.items()]
         if manifest.content is None:  # else the problems of the content name them
             cautions += _tied_headers(decision, [errors.show_path(name) for name in manifest.label_names])

@@ -23,25 +23,22 @@ from numpy.lib.stride_tricks import as_strided
 
 from leakmel.core import errors
 from leakmel.core.files import delayed_signals, require_space, write_errors
-from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
-from leakmel.core.store import LocalCopies, absolute_folder
+from leakmel.core.store import Folder
 from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset import loader, schema
 from leakmel.dataset.config import PipelineConfig, Workers
-from leakmel.dataset.consistency import Sources
 from leakmel.dataset.existing import (
     KNOWN,
     ExistingDataset,
     Journal,
+    Target,
     folder_inodes,
     is_settled,
     journal_identity,
-    journal_path,
-    open_existing,
     stamps_of,
 )
-from leakmel.dataset.inputs import SpecDecision, SpecLike, Target
+from leakmel.dataset.inputs import SpecDecision, SpecLike
 from leakmel.dataset.modes import MODES, CachedReader, Preloaded
 from leakmel.dataset.verify import VerifyReport, check_data_set
 from leakmel.dataset.writer import RowFile, allocated_bytes, part_bytes, part_offsets, read_at, write_at
@@ -139,19 +136,21 @@ class Parts:
     files: Iterator[tuple[Path, bool]]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class BuildContext:
-    "Objects that all splits of a build share."
+    "A build: what was asked for, its targets, and what they share once `open_context` has opened it."
 
     request: BuildRequest
     manifest: Manifest
-    decision: SpecDecision  # spec, and how the recordings fit it
-    engine: Engine
-    workers: Workers
+    targets: Sequence[Target]
     timeline: Timeline
-    listed_s: float  # when listing began, on the timeline's clock
+    listed_s: float = 0.0  # when listing began, on the timeline's clock
     engine_reason: str = ""  # why `auto` took the engine, a sentence; empty if the user named it
     began_ns: int = field(default_factory=time.time_ns)  # when the build began, by the clock of the files
+    # set by `open_context`
+    decision: SpecDecision = field(init=False)  # spec, and how the recordings fit it
+    engine: Engine = field(init=False)
+    workers: Workers = field(init=False)
 
     @property
     def spec(self) -> MelSpec:
@@ -185,7 +184,7 @@ class Job:
         self.file = file
         self.split = target.split
         self.plain = loader.BatchReader(listing, spec, on_bad_file=on_bad_file)
-        self.copies = LocalCopies(listing.folder)  # of objects, for readers and verification
+        self.folder = Folder(listing.folder)  # for readers and verification
         self.reader: loader.BatchReader | CachedReader | loader.ObjectReader = self.plain
         self.cache_use = self.plain.cache_use  # what this build read from files
         # how the recordings are read, for the summary
@@ -211,10 +210,6 @@ class Job:
         # result
         self.named: dict[str, np.ndarray] | None = None  # `name_columns` of all candidates
         self.folders = np.zeros(0, np.int64)  # `folder_inodes` of all candidates, before they are read
-        # expected rows for verification
-        folder = os.fsencode(absolute_folder(listing.folder))
-        keep = file.waveform_shape is not None
-        self.sources: Sources | None = Sources(folder, spec, keep_samples=keep, copies=self.copies)
         self.checked = (0, 0)  # rows checked, and rows to check
         self.columns: Columns | None = None  # of the complete data set: what problems are found from
         self.gains = np.zeros(0)  # [rows] of the complete data set, by the names
@@ -285,7 +280,7 @@ class Job:
 
     def close(self, *, keep: bool) -> int:
         "Remove unpublished files or keep them for a later build; return the number of rows that can be resumed."
-        self.copies.close()
+        self.folder.close()
         if self.is_closed:
             return 0
         journal = self.journal
@@ -534,21 +529,20 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
 # %% ../../nbs/dataset/job.ipynb #bb8eb46b
 def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputError, SpaceError
     "Return a job with journal and partial file: new ones, or those of a matching interrupted build."
-    listing, path = target
-    request, config = run.request, run.request.config
+    listing, request, config = target.listing, run.request, run.request.config
     journal = None
     folders = folder_inodes(listing, range(len(listing)))
     if not run.manifest.part_of:  # each attempt at a part has its own name, and begins at its start
         if request.fresh:
-            journal_path(path).unlink(missing_ok=True)
+            target.journal.unlink(missing_ok=True)
         identity = journal_identity(
             listing, folders, run.fingerprint, run.spec.row_shape, request.with_waveforms, run.engine.identity
         )
-        journal = Journal(journal_path(path), identity, every_bytes=config.journal_bytes, sync=config.fsync)
+        journal = Journal(target.journal, identity, every_bytes=config.journal_bytes, sync=config.fsync)
         if why := journal.past.refusal:
             log.warning(
                 "%s: cannot resume the interrupted build, so all rows are computed again: %s",
-                errors.show_path(path),
+                errors.show_path(target.path),
                 why,
             )
     job = _new_job(run, target, "resume" if journal is not None and journal.past.entries else "new")
@@ -608,7 +602,9 @@ def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises Da
             bar.update(start, f"part {number:,} of {parts.n_parts:,}")
             if path.suffix == ".empty":  # its recordings are read again
                 continue
-            found = open_existing(path, job.listing.part(number, parts.n_parts), *settings, was_listed=is_new)
+            found = Target(job.listing.part(number, parts.n_parts), path).existing(
+                *settings, was_listed=is_new
+            )
             if found is None:
                 raise errors.DataError(
                     "the data set of a part is damaged, or was built with other settings or by another release",
@@ -631,7 +627,6 @@ def _join_parts(run: BuildContext, job: Job, parts: Parts) -> None:  # raises Da
 @contextmanager
 def open_jobs(
     run: BuildContext,
-    targets: Sequence[Target],
     parts: Parts | None = None,  # of the one target
 ) -> Iterator[list[Job]]:  # raises OutputError, SpaceError, MachineError
     "Lock the targets and yield their jobs in order; jobs without work are marked `is_up_to_date`."
@@ -639,26 +634,23 @@ def open_jobs(
     settings = (run.fingerprint, run.request.with_waveforms, run.engine.identity)
     try:
         with delayed_signals():
-            for target in targets:
-                stack.enter_context(OutputLock(target.path))
-        existing = [
-            None if run.request.fresh else open_existing(target.path, target.listing, *settings)
-            for target in targets
-        ]
+            for target in run.targets:
+                stack.enter_context(target.lock())
+        existing = [None if run.request.fresh else target.existing(*settings) for target in run.targets]
         # all checks before the first change of a file are done
         run.timeline.spans.append(Span("start_up", "main", max(0.0, run.listed_s), run.timeline.now_s()))
         finished = [
-            _finished_job(run, target, found) for target, found in zip(targets, existing, strict=True)
+            _finished_job(run, target, found) for target, found in zip(run.targets, existing, strict=True)
         ]
-        if to_do := [target for target, job in zip(targets, finished, strict=True) if job is None]:
+        if to_do := [target for target, job in zip(run.targets, finished, strict=True) if job is None]:
             shape = waveform_shape(run.spec) if run.request.with_waveforms else None
             each = sum(part_bytes(run.spec.row_shape, shape)) * (
                 1 + (run.request.config.compression == "gzip")
             )
-            partials = [target.path.with_name(f".{target.path.name}.partial") for target in to_do]
+            partials = [target.partial for target in to_do]
             n_rows = sum(len(target.listing) for target in to_do)
             require_space(partials[0].parent, each * n_rows - sum(map(allocated_bytes, partials)))
-        for target, job in zip(targets, finished, strict=True):
+        for target, job in zip(run.targets, finished, strict=True):
             with delayed_signals():
                 jobs.append(job or _reserve_job(run, target))
         for job, found in zip(jobs, existing, strict=True):

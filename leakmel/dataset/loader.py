@@ -14,7 +14,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -26,7 +25,7 @@ import numpy as np
 
 from leakmel.core.errors import DataError, MachineError, RecordingError, show_path
 from leakmel.core.machine_code import BoundCall
-from leakmel.core.store import LocalCopies
+from leakmel.core.store import Folder
 from leakmel.dataset.schema import Rejected
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings import wav
@@ -546,57 +545,38 @@ def plan_read_ahead(
 
 # %% ../../nbs/dataset/loader.ipynb #ob000004
 class ObjectReader:
-    "Reader of batches from the objects of one listing; shared by all reader threads, which take the batches in order."
+    "Reader of batches from the objects of one listing; shared by all reader threads."
 
     stage = "read"
 
     def __init__(
         self,
-        plain: BatchReader,  # of the listing, whose folder is a StorePath
-        copies: LocalCopies,  # of this folder
+        plain: BatchReader,
+        folder: Folder,  # of its listing, with objects
         kept: np.ndarray,  # [n] bool, candidates that are not read
     ):
         x = self.listing = plain.listing
         self.on_bad_file = plain.on_bad_file
-        self.copies = copies
+        self.folder = folder
         names = [b"%d" % k for k in range(len(x))]  # of the copies
-        self._files = BatchReader(replace(x, folder=Path(os.fsdecode(copies.place)), paths=names), plain.spec)
+        self._files = BatchReader(replace(x, folder=Path(os.fsdecode(folder.place)), paths=names), plain.spec)
         self.cache_use = self._files.cache_use
         self.cache_use.counted = False  # what a disk delivers says nothing about a network
         self._wanted = (x.label_ids >= 0) & (x.sizes >= 0) & ~kept
-        self._lock = threading.Lock()
-        self._next = 0  # first candidate whose download has not begun
-        self._under_way = dict[int, Future[bytes]]()
-        self._n_bytes = 0  # of these, and of those that are being read
-
-    def _download(self, first: int, end: int) -> list[Future[bytes]]:
-        "Begin the downloads of a batch, and of the next candidates that fit into the window; return those of the batch."
-        sizes, copies = self.listing.sizes, self.copies
-        with self._lock:
-            while self._next < len(sizes):
-                k = self._next
-                if k >= end and (self._n_bytes >= WINDOW_BYTES or len(self._under_way) >= WINDOW_FILES):
-                    break
-                self._next += 1
-                if self._wanted[k]:
-                    self._under_way[k] = copies.start(self.listing.paths[k], b"%d" % k)
-                    self._n_bytes += int(sizes[k])
-            return [self._under_way.pop(k) for k in range(first, end) if self._wanted[k]]
 
     def fill(self, slot: Slot) -> int:
         "Read the slot's candidates; return the bytes of their objects."
-        first, end, listing = slot.first, slot.first + slot.n, self.listing
-        files = list[bytes]()
+        listing, files = self.listing, list[bytes]()
+        numbers = (slot.first + np.flatnonzero(self._wanted[slot.first : slot.first + slot.n])).tolist()
+        copies = [self.folder.start(listing.paths[k], b"%d" % k) for k in numbers]
         try:
-            for copy in self._download(first, end):
-                files.append(self.copies.wait(copy))
+            for copy in copies:
+                files.append(self.folder.wait(copy))
             n_bytes = self._files.fill(slot)
         finally:
             for file in files:
                 with suppress(OSError):
                     os.unlink(file)
-            with self._lock:
-                self._n_bytes -= int(listing.sizes[first:end][self._wanted[first:end]].sum())
         slot.facts["ctime_ns"] = 0  # the stamp decides
         slot.rejected = [Rejected(listing.paths[int(r.path)], r.code, r.message) for r in slot.rejected]
         check_bad_files(listing, slot.rejected, self.on_bad_file)

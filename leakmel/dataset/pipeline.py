@@ -33,11 +33,11 @@ from leakmel.core.files import read_own_json, require_space, sealed_json, write_
 from leakmel.core.locks import OutputLock
 from leakmel.core.operation import newest_files, runs_folder, user_path
 from leakmel.core.progress import Progress
-from leakmel.core.store import StorePath, absolute_folder, output_path, store_path, upload_file
+from leakmel.core.store import Folder, StorePath, output_path, store_path, upload_file
 from leakmel.core.timeline import Span, Timeline, merge_lanes
 from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.existing import read_state, recordings_digest
-from leakmel.dataset.inputs import SpecLike, Target, checked_inputs, listing_of_split
+from leakmel.dataset.existing import Target, read_state, recordings_digest
+from leakmel.dataset.inputs import SpecLike, checked_inputs, listing_of_split
 from leakmel.dataset.job import BuildRequest, Parts, waveform_shape
 from leakmel.dataset.loader import BadFilesError, decoders
 from leakmel.dataset.modes import Preloaded
@@ -568,12 +568,12 @@ def build_on_cluster(
         return _build_parts(request, manifest, targets, cluster, timeline, listed_s)
 
 
-def _require_room(path: Path, n: int, request: BuildRequest, spec: MelSpec) -> None:
+def _require_room(target: Target, request: BuildRequest, spec: MelSpec) -> None:
     "Check that there is room for the parts and the data set, which hold the same rows until it is published; gzip writes them once more."
     shape = waveform_shape(spec) if request.with_waveforms else None
-    n_bytes = (2 + (request.config.compression == "gzip")) * n * sum(part_bytes(spec.row_shape, shape))
-    there = [path.with_name(f".{path.name}.partial"), *parts_folder(path).iterdir()]
-    require_space(path.parent, n_bytes - sum(map(allocated_bytes, there)))
+    each = (2 + (request.config.compression == "gzip")) * sum(part_bytes(spec.row_shape, shape))
+    there = [target.partial, *parts_folder(target.path).iterdir()]
+    require_space(target.path.parent, len(target.listing) * each - sum(map(allocated_bytes, there)))
 
 
 def _build_parts(
@@ -600,7 +600,7 @@ def _build_parts(
             whole = replace(manifest, listings=(listing,))
             plan = _start_parts(whole, path, spec, request, wanted)
             own = replace(request, progress="none", fresh=False, stop_file=parts_folder(path) / stop)
-            _require_room(path, n, request, spec)
+            _require_room(target, request, spec)
             left[path] = n_parts = int(plan["n_parts"])
             calls += [(own, whole.part(k, n_parts), path, plan, n_together) for k in range(1, n_parts + 1)]
             names += [f"leakmel-part-{listing.split.lower() or 'all'}-{k}" for k in range(1, n_parts + 1)]
@@ -799,7 +799,7 @@ def find_data(
     from leakmel.recordings.demo import write_demo
 
     if data_root is not None:
-        return absolute_folder(os.path.expanduser(data_root)), "from the parameter data_root"
+        return Folder(os.path.expanduser(data_root)).path, "from the parameter data_root"
     if named := os.environ.get("LEAKMEL_DATA"):
         folder = user_path(named)
         if not folder.is_dir():

@@ -30,7 +30,7 @@ from leakmel.core.progress import per_second
 from leakmel.core.timeline import Timeline, mean, peak, write_timeline
 from leakmel.dataset import existing, loader, schema
 from leakmel.dataset.job import BuildContext, Job, job_metadata, note_columns, report_paths
-from leakmel.dataset.verify import VerifyReport, check_data_set, pick_rows
+from leakmel.dataset.verify import VerifyReport, check_data_set
 from leakmel.recordings import listing, problems, tables
 from leakmel.recordings.manifest import Manifest, named_by, unlabelled_hint
 
@@ -210,7 +210,6 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
     "Compare a sample of the rows with the recordings; a part is checked by the join. Raises DataError or VerifyError."
     if run.manifest.part_of:
         return None
-    sources, job.sources = job.sources, None
 
     def note(n: int, total: int) -> None:
         job.checked = n, total
@@ -239,7 +238,6 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
             edges=_edges(run, job, np.flatnonzero(job.good)),
             table=None if manifest.table_path is None else manifest.names or manifest.table_path,
             columns=manifest.table_columns,
-            sources=sources,
             is_changed=is_changed,
             progress=note,
         )
@@ -284,27 +282,6 @@ def _edges(run: BuildContext, job: Job, rows: np.ndarray) -> list[int]:
         *(listing.part_range(len(job.listing), k, job.n_parts)[0] for k in range(2, job.n_parts + 1)),
     ]
     return [int(row) + d for row in np.searchsorted(rows, starts) for d in (-1, 0)]
-
-# %% ../../nbs/dataset/publish.ipynb #6f7cfeb3
-def read_ahead_for_check(
-    run: BuildContext,
-    jobs: Sequence[Job],
-    lane: str,  # name of the publisher's thread
-    stopped: Callable[[], bool],  # whether the publisher has something else to do
-) -> None:
-    "Compute the expected rows of the verification sample and the columns of names, job by job."
-    for job in jobs:
-        check = _n_checked(run, job)
-        labels = job.listing.label_ids
-        sources = job.sources
-        if stopped() or not check or sources is None:
-            break  # None: another publisher has finished the job
-        edges = _edges(run, job, np.arange(len(labels)))
-        picked = pick_rows(len(labels), check, labels, np.zeros(len(labels)), edges)
-        with run.timeline.span("verify", lane, split=job.split) as moved, job.cache_use.delivering():
-            moved.n_files = sources.precompute([job.listing.paths[i] for i in picked], stopped)
-        if not stopped():
-            job.parse_names()
 
 # %% ../../nbs/dataset/publish.ipynb #0ad42349
 def _split_summary(

@@ -27,11 +27,12 @@ from leakmel.core.progress import Progress
 from leakmel.core.threads import ThreadGroup, machine_error, run_threads
 from leakmel.core.timeline import Span, SpanCounts, Timeline
 from leakmel.dataset.config import open_chosen, plan_workers
-from leakmel.dataset.inputs import Target, checked_inputs, list_recordings
+from leakmel.dataset.existing import Target
+from leakmel.dataset.inputs import checked_inputs, list_recordings
 from leakmel.dataset.job import BuildContext, BuildRequest, Job, Parts, open_jobs
 from leakmel.dataset.loader import ObjectReader, ReadAhead, Slot, plan_read_ahead
 from leakmel.dataset.modes import Preloaded, prepare, with_spec_rules
-from leakmel.dataset.publish import BuildResult, publish, read_ahead_for_check, result_of
+from leakmel.dataset.publish import BuildResult, publish, result_of
 from leakmel.dataset.verify import check_sample
 from leakmel.mel.engines import DeviceOptions, Engine, EngineLane, load_engine, may_have_cuda, open_engine
 from leakmel.mel.spec import MelSpec
@@ -109,7 +110,7 @@ class Ring:
         self.warm.set()
         self.ahead.stop()
         for job in self.jobs:
-            job.copies.close()
+            job.folder.close()
         for queue in (self.free, self.filled, self.computed, self.complete, self.entries):
             for _ in range(n_threads):
                 queue.put(None)
@@ -292,12 +293,13 @@ def _write_journal(ring: Ring, lane: str) -> None:
 
 
 def _publish_jobs(ring: Ring, k: int, lane: str) -> None:
-    "Compute expected rows for verification, then publish completed jobs."
+    "Parse the names of recordings while they are read, then publish completed jobs."
     stopping = ring.lanes.stopping.is_set
     try:
-        read_ahead_for_check(
-            ring.run, ring.jobs[k :: ring.n_publishers], lane, lambda: stopping() or not ring.complete.empty()
-        )
+        for job in ring.jobs[k :: ring.n_publishers]:
+            # the join parses the names of parts
+            if ring.complete.empty() and not (stopping() or job.is_complete() or ring.run.manifest.part_of):
+                job.parse_names()
         while (job := ring.complete.get()) is not None and not stopping():
             with write_errors(job.file.target):
                 publish(ring.run, job, lane, stopping)
@@ -355,8 +357,8 @@ def _open_readers(run: BuildContext, jobs: list[Job]) -> Iterator[None]:
             job.mode = ready.to_dict()
         for job in to_do:
             job.reader = ready.reader(job.plain)
-            if job.copies.is_remote:
-                job.reader = ObjectReader(job.plain, job.copies, job.kept)
+            if job.folder.is_remote:
+                job.reader = ObjectReader(job.plain, job.folder, job.kept)
             if job.reader is not job.plain:  # count also what the job reads from files
                 job.cache_use = job.reader.cache_use
                 if given is None:
@@ -381,54 +383,49 @@ def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
 
 # %% ../../nbs/dataset/targets.ipynb #tg000106
 @contextmanager
-def open_context(
-    request: BuildRequest,
-    manifest: Manifest,
-    targets: Sequence[Target],
-    timeline: Timeline,
-    listed_s: float = 0.0,  # when listing began, on the timeline's clock
-) -> Iterator[BuildContext]:  # raises LeakmelError
+def open_context(run: BuildContext) -> Iterator[None]:  # raises LeakmelError
     "Check the inputs of a build, open its engine, and plan its threads."
+    request, config = run.request, run.request.config
     check_sample(request.check)
-    config = request.config
     options = DeviceOptions(
         gpu_streams=config.gpu_streams, async_copies=config.async_copies, graph=config.cuda_graph
     )
     with ExitStack() as stack:
         spec = with_spec_rules(request.preloaded, request.spec)
-        decision = stack.enter_context(checked_inputs(manifest, targets, spec))
-        engine, reason = request.engine, ""
-        if isinstance(engine, str):
-            if manifest.part_of:  # all parts of a data set need the same
-                engine = open_engine(engine, decision.spec, device=config.device, options=options)
-            else:
-                engine, reason = open_chosen(
-                    engine,
-                    decision.spec,
-                    sum(len(target.listing) for target in targets),
-                    root=request.root,
-                    device=config.device,
-                    options=options,
-                    targets=[target.path for target in targets],
-                    fresh=request.fresh,
-                )
-                if reason:
-                    log.info("%s", reason)
-        stack.enter_context(engine)
-        workers = plan_workers(config, decision.spec, engine, max(len(target.listing) for target in targets))
-        timeline.meta |= {
-            "clock_origin_s": timeline.origin_ns * 1e-9,
-            "engine": engine.identity,
-            "device": engine.device,
+        run.decision = stack.enter_context(checked_inputs(run.manifest, run.targets, spec))
+        sizes = [len(target.listing) for target in run.targets]
+        if not isinstance(request.engine, str):
+            run.engine = request.engine
+        elif run.manifest.part_of:  # all parts of a data set need the same
+            run.engine = open_engine(request.engine, run.spec, device=config.device, options=options)
+        else:
+            run.engine, run.engine_reason = open_chosen(
+                request.engine,
+                run.spec,
+                sum(sizes),
+                root=request.root,
+                device=config.device,
+                options=options,
+                targets=[target.path for target in run.targets],
+                fresh=request.fresh,
+            )
+            if run.engine_reason:
+                log.info("%s", run.engine_reason)
+        stack.enter_context(run.engine)
+        run.workers = plan_workers(config, run.spec, run.engine, max(sizes))
+        run.timeline.meta |= {
+            "clock_origin_s": run.timeline.origin_ns * 1e-9,
+            "engine": run.engine.identity,
+            "device": run.engine.device,
             "settings": asdict(config),
-            "workers": asdict(workers),
-            "spec": decision.spec.to_dict(),
-            "segments_per_file": math.prod(decision.spec.row_shape[:2]),
+            "workers": asdict(run.workers),
+            "spec": run.spec.to_dict(),
+            "segments_per_file": math.prod(run.spec.row_shape[:2]),
             "check": request.check,
             "with_waveforms": request.with_waveforms,
             "machine": machine_facts(),
         }
-        yield BuildContext(request, manifest, decision, engine, workers, timeline, listed_s, reason)
+        yield
 
 
 def build_targets(
@@ -442,11 +439,12 @@ def build_targets(
     parts: Parts | None = None,  # of the one target, of which rows are copied
 ) -> list[BuildResult]:
     "Build the data sets of some splits in one pipeline."
+    run = BuildContext(request, manifest, targets, timeline, listed_s)
     interval_s = request.config.monitor_interval_s
     with ExitStack() as stack:
-        run = stack.enter_context(open_context(request, manifest, targets, timeline, listed_s))
+        stack.enter_context(open_context(run))
         check_run(run)
-        jobs = stack.enter_context(open_jobs(run, targets, parts))
+        jobs = stack.enter_context(open_jobs(run, parts))
         to_do = [job for job in jobs if not job.is_up_to_date]
         try:
             with Monitor(timeline, interval_s, run.engine.device) if interval_s else nullcontext():

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -22,9 +21,9 @@ import numpy as np
 
 from leakmel.core import errors
 from leakmel.core.monitor import usable_cores
-from leakmel.core.store import StorePath
+from leakmel.core.store import Folder
 from leakmel.dataset import consistency, schema
-from leakmel.dataset.consistency import Columns, Source, Sources, expected_bounds
+from leakmel.dataset.consistency import Columns, Source, expected_bounds, read_source
 from leakmel.dataset.reader import damage_errors, read_rows
 from leakmel.mel.spec import MelSpec, compare_each
 from leakmel.recordings import conform, listing, tables
@@ -211,12 +210,11 @@ def pick_rows(
     labels: np.ndarray,  # [n_rows]
     level_db: np.ndarray,  # [n_rows]
     edges: Sequence[int] = (),  # rows to take in any case, as far as `sample` goes
-    preferred: Sequence[int] = (),  # rows to take before others: their sources are known
 ) -> np.ndarray:  # ascending
     "Choose the numbers of the rows to recompute."
     extremes = [0, n_rows - 1, int(level_db.argmin()), int(level_db.argmax())] if n_rows else []
     first_of_label = np.unique(labels, return_index=True)[1]
-    others = (i for i in (*edges, *preferred) if 0 <= i < n_rows)
+    others = (i for i in edges if 0 <= i < n_rows)
     return consistency.pick_numbers(n_rows, sample, [*extremes, *first_of_label, *others])
 
 # %% ../../nbs/dataset/verify.ipynb #b013041f
@@ -228,15 +226,19 @@ def _find_source(
     name: str,
     facts: dict[str, Any],
     from_name: dict[str, Any],
-    sources: Sources,
-    file: bytes | None,
+    folder: Folder,
+    file: bytes,  # of it, or a copy of its object
+    spec: MelSpec,
     report: VerifyReport,
 ) -> Source | None:
     "Return the recording of a row, None if they cannot be compared; report wrong columns of the row."
     try:
-        source = sources.get(facts["path"], file)
+        source = read_source(file, spec)
     except errors.RecordingError as e:
-        report._note_moved(f"{name}: the recording cannot be read now: {e}")
+        named = errors.RecordingError(
+            e.reject_code, e.message, path=folder.full_path(facts["path"]), remedy=e.remedy
+        )
+        report._note_moved(f"{name}: the recording cannot be read now: {named}")
         return None
     if source.digest != facts["digest"]:
         report._note_moved(f"{name}: the recording has changed since the row was computed (digest)")
@@ -283,14 +285,14 @@ def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> tupl
 def _compare_rows(
     f: h5py.File,
     naming: Naming,
-    sources: Sources,
+    folder: Folder,
+    spec: MelSpec,
     every: Columns,
     picked: np.ndarray,
     progress: Callable[[int, int], None],
     report: VerifyReport,
 ) -> None:
     "Compare the chosen rows with their recordings, in one thread per core."
-    spec = sources.spec
     columns = {name: schema.read_column(every[f"files/{name}"])[picked] for name in schema.FILE_COLUMNS}
     paths = columns["path"].tolist()
     names = (
@@ -302,11 +304,11 @@ def _compare_rows(
     with ThreadPoolExecutor(usable_cores()) as pool:
         for start in range(0, len(picked), step):
             some = list[_Checked]()
-            with sources.at_hand(paths[start : start + step]) as files:
+            with folder.local(paths[start : start + step]) as files:
                 for i, row in enumerate(picked[start : start + step].tolist(), start):
                     name = f"row {row} ({errors.show_path(paths[i])})"
                     facts, from_name = ({n: x[i] for n, x in table.items()} for table in (columns, names))
-                    source = _find_source(name, facts, from_name, sources, files.get(paths[i]), report)
+                    source = _find_source(name, facts, from_name, folder, files[paths[i]], spec, report)
                     if source is not None:
                         some.append((row, name, source))
             if schema.WAVEFORMS in f:
@@ -331,12 +333,12 @@ def _recordings_folder(
     split: str,
     naming: Naming,
     paths: np.ndarray,  # of the rows
-) -> bytes:  # that the paths are relative to; raises DataError, MachineError
+) -> Folder:  # that the paths are relative to; raises DataError, MachineError
     "Find the folder of the recordings of a data set."
     top = listing.existing_folder(root)
-    folder = os.fsencode((listing.split_folders(top) if naming.base == "split" else {}).get(split, top))
-    there = (os.path.lexists(os.path.join(folder, p)) for p in paths)
-    if isinstance(top, StorePath) or not len(paths) or any(there):
+    folder = Folder((listing.split_folders(top) if naming.base == "split" else {}).get(split, top))
+    there = (os.path.lexists(folder.full_path(p)) for p in paths)
+    if folder.is_remote or not len(paths) or any(there):
         return folder
     raise errors.DataError(
         f"the folder contains none of the {len(paths):,} recordings, for example {errors.show_path(paths[0])}: "
@@ -355,7 +357,6 @@ def _check_origin(
     accounting: bool,
     edges: Sequence[int],
     table: tables.NameTable | None,
-    sources: Sources | None,
     is_changed: Callable[[bytes], bool],
     progress: Callable[[int, int], None],
 ) -> None:
@@ -380,27 +381,17 @@ def _check_origin(
         report._note_moved(f"the data folder cannot be used; the data set was not compared: {e}")
         report.labels_compared = False
         return
-    with ExitStack() as stack:
-        needs = schema.WAVEFORMS in f
-        if (
-            sources is None
-            or (sources.folder, sources.spec) != (folder, spec)
-            or sources.keep_samples < needs
-        ):
-            sources = Sources(folder, spec)
-            stack.callback(sources.copies.close)
-        # a longer path, of a rejected recording, would widen a copy of all paths
-        known = [path for path in sources.known if len(path) <= paths.dtype.itemsize]
-        preferred = np.searchsorted(paths, np.array(known, paths.dtype)).tolist()
+    with folder:
         picked = pick_rows(
-            report.n_rows, sample, columns[schema.LABELS][:], columns["files/rms_db"][:], edges, preferred
+            report.n_rows, sample, columns[schema.LABELS][:], columns["files/rms_db"][:], edges
         )
         if len(picked):
             report.scope = "against the sources"
-        _compare_rows(f, naming, sources, columns, picked, progress, report)
+        _compare_rows(f, naming, folder, spec, columns, picked, progress, report)
         report.problems += consistency.rejected_problems(
             columns,
-            sources,
+            folder,
+            spec,
             naming,
             labels,
             root,
@@ -425,7 +416,6 @@ def check_data_set(
     edges: Sequence[int] = (),  # rows to recompute in any case
     table: str | os.PathLike | tables.NameTable | None = None,  # that the labels come from, or its content
     columns: Mapping[str, str] | str | None = None,  # columns of the table, as for `scan`
-    sources: Sources | None = None,  # expected rows, computed in advance
     is_changed: Callable[[bytes], bool] = lambda path: False,  # a rejected file, since it was listed
     progress: Callable[[int, int], None] = lambda checked, wanted: None,  # called while rows are compared
 ) -> VerifyReport:
@@ -439,9 +429,7 @@ def check_data_set(
         with damage_errors(path), schema.open_file(path, examine=examine) as f:
             found = _check_integrity(f, report, unread)
             if not report.problems:
-                _check_origin(
-                    f, found, report, root, sample, accounting, edges, names, sources, is_changed, progress
-                )
+                _check_origin(f, found, report, root, sample, accounting, edges, names, is_changed, progress)
     except errors.LeakmelError as e:
         if isinstance(e, errors.MachineError) or e.code == "table-not-used":
             raise

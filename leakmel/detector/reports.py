@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from leakmel.core.errors import RecordingError, show_path
-from leakmel.core.store import LocalCopies
+from leakmel.core.store import Folder
 from leakmel.detector.data.segments import conform_recording, covered_samples, cut_into_rows
 from leakmel.detector.evaluate.evaluation import Evaluation
 from leakmel.detector.evaluate.plots import ScoredSpectrogram, counted, spectrogram_figure
@@ -115,7 +115,7 @@ def segment_features(
 ) -> np.ndarray:  # [L, S, M, T] dB; raises RecordingError, also if the file has changed
     "Compute the features of some long segments of a recording again."
     spec = predictions.spec
-    with LocalCopies(predictions.folder) as copies, copies.of([recording.path]) as local:
+    with Folder(predictions.folder) as folder, folder.local([recording.path]) as local:
         read = read_wav(local[recording.path])
     if read.digest.encode() != bytes(recording.facts["digest"]):
         raise RecordingError("changed", "the file has changed since it was scored")

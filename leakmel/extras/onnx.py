@@ -28,7 +28,7 @@ from leakmel import __version__
 from leakmel.core.errors import DataError, UsageError, require_count, show_path
 from leakmel.core.export import require_package
 from leakmel.core.files import write_whole
-from leakmel.core.store import LocalCopies, output_path
+from leakmel.core.store import Folder, output_path
 from leakmel.detector.data.segments import LEFT_OUT, conform_recording
 from leakmel.detector.metrics.metrics import Calibration, fit_calibration, leak_metrics, segments_needed
 from leakmel.detector.model.detector import Detector, load_detector, platt, required_spec
@@ -384,7 +384,7 @@ def check_recordings(
         progress=progress,
     )
     samples: dict[int, np.ndarray] = {}
-    with LocalCopies(listing.folder) as copies, copies.of(done.scored.paths) as local:
+    with Folder(listing.folder) as source, source.local(done.scored.paths) as local:
         for i, path in enumerate(done.scored.paths):
             row, _ = conform_recording(read_wav(local[path]), spec, "spec")
             if len(row) == spec.n_samples:

@@ -38,7 +38,7 @@ from leakmel.core.errors import (
 )
 from leakmel.core.monitor import usable_cores
 from leakmel.core.progress import Progress
-from leakmel.core.store import LocalCopies, StorePath, absolute_folder, list_objects, names_in
+from leakmel.core.store import Folder, StorePath, list_objects, names_in
 from leakmel.recordings import conform, wav
 from leakmel.recordings.naming import SPLITS, NameParts, Naming, columns_of_names, split_name
 from leakmel.recordings.problems import FACTS, Columns, Problem, how_many, read_facts, show_place
@@ -148,22 +148,6 @@ def label_map(folders: list[Path], root: Path) -> tuple[str, ...]:
             ):
                 names.add(name)
     return tuple(sorted(names, key=os.fsencode))
-
-
-def holds_recording(folder: Path) -> bool:
-    "Whether a recording lies in or below a folder, without links; a folder that cannot be listed counts as empty."
-    if isinstance(folder, StorePath):
-        return any(
-            is_recording_name(os.fsencode(name)) and not any(map(is_system_folder, folders))
-            for *folders, name in (key.split("/") for key, _, _ in list_objects(folder))
-        )
-
-    for place, folders, names in os.walk(os.fsencode(folder)):
-        paths = (os.path.join(place, name) for name in names if is_recording_name(name))
-        if any(os.path.isfile(path) and not os.path.islink(path) for path in paths):
-            return True
-        folders[:] = [name for name in folders if not is_system_folder(os.fsdecode(name))]
-    return False
 
 # %% ../../nbs/recordings/listing.ipynb #8d63e517
 def _entry_stat(entry: os.DirEntry, root: bytes) -> os.stat_result | None:
@@ -551,7 +535,7 @@ def make_listing(
 # %% ../../nbs/recordings/listing.ipynb #f0240e01
 def existing_folder(folder: str | os.PathLike, remedy: str | None = None) -> Path:
     "Check that a folder, also a URL of objects, exists; return it absolute. Raises DataError, MachineError."
-    root = absolute_folder(folder)
+    root = Folder(folder).path
     if isinstance(root, StorePath):
         return root
     try:
@@ -600,9 +584,9 @@ def read_content(
     message = code.copy()
     guard = wav.ReadFailureGuard()
 
-    def read_block(x: Listing, copies: LocalCopies, start: int, first: int) -> int:
+    def read_block(x: Listing, folder: Folder, start: int, first: int) -> int:
         numbers = range(first, min(first + FILES_PER_TASK, len(x)))
-        with copies.of([x.paths[k] for k in numbers if x.sizes[k] >= 0]) as local:
+        with folder.local([x.paths[k] for k in numbers if x.sizes[k] >= 0]) as local:
             for k in numbers:
                 try:
                     if x.sizes[k] < 0:
@@ -617,13 +601,10 @@ def read_content(
 
     with Progress(len(files), label="reading", show=progress) as bar:
         for x, end in zip(listings, np.cumsum([len(x) for x in listings]).tolist(), strict=True):
-            with (
-                LocalCopies(x.folder) as copies,
-                concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool,
-            ):
+            with Folder(x.folder) as folder, concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool:
                 # an error cancels the blocks that have not begun
                 for n in pool.map(
-                    functools.partial(read_block, x, copies, end - len(x)), range(0, len(x), FILES_PER_TASK)
+                    functools.partial(read_block, x, folder, end - len(x)), range(0, len(x), FILES_PER_TASK)
                 ):
                     bar.add(n)
     table = pd.DataFrame(

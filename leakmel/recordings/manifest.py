@@ -25,7 +25,7 @@ from leakmel.core import comparison, parameters
 from leakmel.core import files as own_files
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.progress import DelayedProgress
-from leakmel.core.store import StorePath, absolute_folder, names_in
+from leakmel.core.store import Folder, StorePath, names_in
 from leakmel.recordings import listing as files
 from leakmel.recordings import problems as checks
 from leakmel.recordings import wav
@@ -63,7 +63,7 @@ def _paths_of(array: np.ndarray) -> list[bytes]:
 def _listing_of(k: int, head: Any, root: Path, n_labels: int, arrays: Mapping[str, np.ndarray]) -> Listing:
     "Return the stored listing number k; raises ValueError, TypeError, LookupError if it is invalid."
     paths = _paths_of(arrays[f"{k}/paths"])
-    folder = absolute_folder(head["folder"])
+    folder = Folder(head["folder"]).path
     columns = {name: arrays[f"{k}/{name}"].astype(kind) for name, kind in _COLUMNS.items()}
     parts = None if head["parts"] is None else tuple(NameParts(*each) for each in head["parts"])
     ids = columns["label_ids"]
@@ -164,7 +164,7 @@ class Manifest:
             if head["format"] != _FORMAT:
                 raise ValueError(f"the format is {head['format']!r}")
             facts = head["facts"]
-            root = absolute_folder(facts["root"])
+            root = Folder(facts["root"]).path
             labels = tuple(map(str, facts["label_names"]))
             made = {
                 "root": root,

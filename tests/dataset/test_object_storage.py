@@ -33,7 +33,6 @@ import leakmel as lm
 from leakmel.core import store as store_module
 from leakmel.core.errors import DataError, MachineError, UsageError
 from leakmel.core.store import open_store, store_path
-from leakmel.dataset import loader as objects_module
 from leakmel.dataset import pipeline as parts_module
 from leakmel.dataset.loader import BadFilesError
 from leakmel.dataset.pipeline import build_part, join
@@ -206,8 +205,7 @@ def test_azure_storage_gives_the_same_bytes(demo, whole, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_small_window_and_small_batches_give_the_same_bytes(url, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(objects_module, "WINDOW_FILES", 3)
+def test_small_batches_give_the_same_bytes(url, whole, tmp_path):
     config = lm.PipelineConfig(files_per_batch=5)
     assert (
         lm.build(url, split="training", out=tmp_path / "x.h5", pipeline=config, **QUIET).path.read_bytes()
@@ -216,16 +214,15 @@ def test_a_small_window_and_small_batches_give_the_same_bytes(url, whole, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_window_bounds_the_room_on_disk(url, tmp_path, monkeypatch, served):
+def test_the_batches_under_way_bound_the_room_on_disk(url, tmp_path, monkeypatch, served):
     most = list[int]()
-    monkeypatch.setattr(objects_module, "WINDOW_BYTES", 300_000)
     monkeypatch.setattr(served, "on_get", lambda key: most.append(_size(tmp_path)))
     config = lm.PipelineConfig(files_per_batch=2)
     made = lm.build(
         url, split="training", out=tmp_path / "x.h5", spec=SPEC, pipeline=config, check=0, **QUIET
     )
     threads = made.summary["pipeline"]["compute_workers"]
-    assert max(most) <= 300_000 + 100_000 * (2 * threads + 1)
+    assert max(most) <= 100_000 * (2 * threads + 1)
 
 
 def _size(tmp_path: Path) -> int:
@@ -296,7 +293,6 @@ def test_only_changed_objects_are_downloaded(own_url, demo, served, tmp_path):
 
 def test_an_interrupted_build_is_resumed(url, served, whole, tmp_path, monkeypatch):
     out, config = tmp_path / "x.h5", lm.PipelineConfig(files_per_batch=4, journal_bytes=1)
-    monkeypatch.setattr(objects_module, "WINDOW_FILES", 4)
     done = threading.Event()
 
     def deny(method: str, key: str) -> bool:
@@ -319,7 +315,6 @@ def test_an_interrupted_build_is_resumed(url, served, whole, tmp_path, monkeypat
 def test_a_resumed_build_reads_replaced_objects_again(own_url, demo, served, tmp_path, monkeypatch):
     out, config = tmp_path / "x.h5", lm.PipelineConfig(files_per_batch=4, journal_bytes=1)
     done = threading.Event()
-    monkeypatch.setattr(objects_module, "WINDOW_FILES", 4)
     monkeypatch.setattr(
         served, "denied", lambda method, key: len(served.gets) >= 25 and bool(key) and not done.is_set()
     )

@@ -602,7 +602,7 @@ def test_failed_clean_up_keeps_rows_of_other_splits(
 
     job.journal = SimpleNamespace(enter=fail, n_entered=3, close=fail)  # type: ignore[assignment]
     job.file = SimpleNamespace(abort=fail, is_packed=False)  # type: ignore[assignment]
-    job.copies = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    job.folder = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
     assert (job.close(keep=True), job.close(keep=True)) == (3, 0)
 
 

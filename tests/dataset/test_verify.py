@@ -417,25 +417,6 @@ def test_writer_faults_of_an_update_prevent_publication(data, tmp_path, monkeypa
     assert (tmp_path / "out" / "y.h5").read_bytes() == before
 
 
-def test_long_path_of_a_rejected_file_does_not_widen_all_paths(data, tmp_path, monkeypatch):
-    widths = []
-    real = np.searchsorted
-    deep = data / "NOLEAK" / ("d" * 200) / ("e" * 200)
-    deep.mkdir(parents=True)
-    (deep / "zz.wav").write_bytes((data / "LEAK" / "s1~001~20240229_120000~5.wav").read_bytes()[:-2000])
-
-    def note(a, v, *more, **named):
-        widths.append(np.result_type(a, v).itemsize if np.asarray(a).dtype.kind == "S" else 0)
-        return real(a, v, *more, **named)
-
-    monkeypatch.setattr(verify.np, "searchsorted", note)
-    result = lm.build(
-        data, out=tmp_path / "y.h5", spec={"sample_rate": 4096, "duration_s": 1.0, "short": "reject"}, **QUIET
-    )
-    assert any(len(r.path) > 400 for r in result.rejections)
-    assert 0 < max(widths) < 100
-
-
 def test_value_that_is_not_finite_is_not_counted_as_read_back(tmp_path):
     file = RowFile(tmp_path / "x.h5", (1, 1, 64, 4), 3)
     rows = np.zeros((3, 1, 1, 64, 4), np.float16)

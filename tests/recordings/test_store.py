@@ -20,7 +20,7 @@ from object_server import BUCKET, SECRET, ObjectServer
 import leakmel as lm
 from leakmel.core import store as store_module
 from leakmel.core.errors import DataError, LeakmelError, MachineError, MissingPackageError, UsageError
-from leakmel.core.store import LocalCopies, StorePath, is_url, object_stamp, store_path, upload_file
+from leakmel.core.store import Folder, StorePath, is_url, object_stamp, store_path, upload_file
 from leakmel.recordings.demo import write_demo
 
 pytest.importorskip("obstore")
@@ -169,7 +169,7 @@ def test_keys_are_no_names_of_files(served, tmp_path, monkeypatch):
     paths = found.listings[0].paths
     assert sorted(paths) == sorted(map(os.fsencode, keys))
     assert list(found.problems["kind"]).count("special") == 1
-    with LocalCopies(found.root) as copies, copies.of(paths) as files:
+    with Folder(found.root) as folder, folder.local(paths) as files:
         assert {path: Path(os.fsdecode(file)).read_bytes() for path, file in files.items()} == {
             p: p for p in paths
         }
@@ -194,8 +194,8 @@ class _Place:
 def test_copies_have_size_and_stamp_of_the_listing_and_are_removed(served, demo):
     url = served.put_folder(demo, "copies/demo")
     x = lm.scan(url, split="training", progress="none").listings[0]
-    with LocalCopies(x.folder) as copies:
-        with copies.of([*x.paths, b"absent.wav"]) as files:
+    with Folder(x.folder) as folder:
+        with folder.local([*x.paths, b"absent.wav"]) as files:
             stats = [os.stat(files[path]) for path in x.paths]
             assert [st.st_size for st in stats] == x.sizes.tolist()
             assert [st.st_mtime_ns for st in stats] == x.mtimes_ns.tolist()
@@ -210,14 +210,14 @@ def test_large_objects_are_written_as_they_come(served, monkeypatch):
     data = np.random.default_rng(0).bytes(3_000_000)
     served.put("large/a.wav", data)
     monkeypatch.setattr(store_module, "_WHOLE_BYTES", 1 << 20)
-    with LocalCopies(store_path(f"s3://{BUCKET}/large")) as copies, copies.of([b"a.wav"]) as files:
+    with Folder(store_path(f"s3://{BUCKET}/large")) as folder, folder.local([b"a.wav"]) as files:
         assert Path(os.fsdecode(files[b"a.wav"])).read_bytes() == data
 
 
 def test_throttled_requests_are_repeated(served, monkeypatch):
     served.put("slow/a.wav", b"x")
     monkeypatch.setattr(served, "n_throttled", 2)
-    with LocalCopies(store_path(f"s3://{BUCKET}/slow")) as copies, copies.of([b"a.wav"]) as files:
+    with Folder(store_path(f"s3://{BUCKET}/slow")) as folder, folder.local([b"a.wav"]) as files:
         assert Path(os.fsdecode(files[b"a.wav"])).read_bytes() == b"x"
     assert served.n_throttled == 0
 
@@ -231,12 +231,12 @@ def test_closing_ends_requests_and_those_who_wait(served, monkeypatch):
         leave.wait(60)
 
     monkeypatch.setattr(served, "on_get", hang)
-    copies = LocalCopies(store_path(f"s3://{BUCKET}/hang"))
+    folder = Folder(store_path(f"s3://{BUCKET}/hang"))
     errors = list[LeakmelError]()
 
     def read() -> None:
         try:
-            with copies.of([b"a.wav"]):
+            with folder.local([b"a.wav"]):
                 pass
         except LeakmelError as e:
             errors.append(e)
@@ -245,36 +245,36 @@ def test_closing_ends_requests_and_those_who_wait(served, monkeypatch):
     thread.start()
     try:
         assert reached.wait(30)
-        copies.close()
+        folder.close()
         thread.join(30)
         assert not thread.is_alive()
     finally:
         leave.set()
     assert [e.code for e in errors] == ["stopped"]
     with raises("stopped", MachineError):
-        copies.start(b"a.wav", b"1")
+        folder.start(b"a.wav", b"1")
 
 
 def test_a_request_that_ends_in_the_last_turn_of_the_loop_is_reported(served, monkeypatch):
-    copies = LocalCopies(store_path(f"s3://{BUCKET}/last"))
-    assert copies.place  # the loop runs
-    closing, asked = threading.Thread(target=copies.close), threading.Event()
+    folder = Folder(store_path(f"s3://{BUCKET}/last"))
+    assert folder.place  # the loop runs
+    closing, asked = threading.Thread(target=folder.close), threading.Event()
 
     async def get(store: object, key: str) -> None:
-        whole = copies._loop.call_soon_threadsafe
+        whole = folder._loop.call_soon_threadsafe
 
         def ask(stop: Any) -> None:
             whole(stop)
             asked.set()
 
-        monkeypatch.setattr(copies._loop, "call_soon_threadsafe", ask)
+        monkeypatch.setattr(folder._loop, "call_soon_threadsafe", ask)
         closing.start()
         asked.wait(30)
         await asyncio.sleep(0)  # this request ends right after the loop is told to stop
         raise FileNotFoundError
 
-    monkeypatch.setattr(copies, "_get", get)
-    copy = copies.start(b"a.wav", b"1")
+    monkeypatch.setattr(folder, "_get", get)
+    copy = folder.start(b"a.wav", b"1")
     assert copy.result(30).endswith(b"/1")  # waited for ever before
     closing.join(30)
     assert not closing.is_alive()

@@ -36,7 +36,7 @@ from leakmel.core.export import path_columns, require_package, write_table
 from leakmel.core.files import replacing
 from leakmel.core.operation import Run
 from leakmel.core.progress import Progress, per_second
-from leakmel.core.store import absolute_folder, output_path
+from leakmel.core.store import Folder, output_path
 from leakmel.dataset.schema import Rejected
 from leakmel.detector.data.segments import LENGTHS, covered_samples
 from leakmel.detector.metrics.metrics import VOTES, Calibration, alarm_threshold, fit_calibration, vote_scores
@@ -759,16 +759,16 @@ def predict(
 ) -> Predictions:
     "Score the recordings of a folder with a detector; raises LeakmelError."
     require_choice("the length is unknown", length, LENGTHS)
-    target = None if out is None else output_path(out)
+    source, target = Folder(folder), None if out is None else output_path(out)
     if target is not None:
-        check_output(target, absolute_folder(folder))
+        check_output(target, source.path)
     detector, named = detector_of(model)
     spec = required_spec(detector)
     rule = rule_of(detector, vote, threshold, frac, false_alarms)
     own = detector.held_out if (rule.vote, rule.frac) == (detector.vote, detector.share) else None
     native()  # an import; not part of the time
     began = time.perf_counter()
-    found = find_recordings(folder, split=split, manifest=manifest, progress=progress)
+    found = find_recordings(source, split=split, manifest=manifest, progress=progress)
     how = (detector, engine, device, length, files_per_batch, read_workers)
     scored, rejections, used, on = (
         _score(found, how, progress) if cluster is None else _score_on_cluster(found, how, cluster, progress)

@@ -36,7 +36,7 @@ from leakmel.core.errors import (
 )
 from leakmel.core.monitor import free_memory, usable_cores
 from leakmel.core.progress import DelayedProgress, Progress, size_text
-from leakmel.core.store import LocalCopies
+from leakmel.core.store import Folder
 from leakmel.core.threads import ThreadGroup, run_threads
 from leakmel.dataset.config import batch_files, slot_bytes
 from leakmel.dataset.loader import FACTS, PLAIN, BatchReader, Slot, may_be_plain
@@ -100,7 +100,7 @@ class ParsedNames(Sequence[NameParts]):
 
 
 def find_recordings(
-    folder: str | os.PathLike,  # also the URL of objects
+    folder: str | os.PathLike,  # also the URL of objects, or an open folder
     *,
     split: str | None = None,  # score this split only; paths stay relative to the folder
     manifest: Manifest | None = None,  # result of `scan`: score the listed recordings only, with its labels
@@ -228,8 +228,8 @@ class RecordingReaders:
     ):
         listing = found.listing
         self.engine = engine
-        self.copies = LocalCopies(listing.folder)  # of objects
-        plain = may_be_plain(listing.sizes, spec) & (not self.copies.is_remote)
+        self.folder = Folder(listing.folder)
+        plain = may_be_plain(listing.sizes, spec) & (not self.folder.is_remote)
         quick = np.flatnonzero(plain)
         self.listing = listing
         self.spec = spec
@@ -250,11 +250,11 @@ class RecordingReaders:
                 for first in range(0, len(files), files_per_batch)
             ]
         )
-        copies = self.copies
+        folder = self.folder
         queues = (self.free, self.filled)
 
         def wake(n_threads: int) -> None:  # without `self`: a circle would keep the blocks until gc.collect()
-            copies.close()
+            folder.close()
             for queue in queues * n_threads:
                 queue.put(None)
 
@@ -310,7 +310,7 @@ class RecordingReaders:
         "Fill blocks with the pieces of recordings that are read one by one."
         block: RowBlock | None = None
         paths = [self.listing.paths[k] for k in files.tolist() if self.listing.sizes[k] >= 0]
-        with self.copies.of(paths) as local:
+        with self.folder.local(paths) as local:
             for k in files.tolist():
                 for row, first, count in self._pieces(k, local):
                     if block is None:
@@ -675,7 +675,7 @@ def run_scorer(
     label = f"{label} {show_path(found.listing.folder.name)}"
     with Progress(len(found.listing), label=label, show=progress) as bar:
         readers = RecordingReaders(found, spec, length, sizes.n_files, sizes.n_readers, scorer.reader_engine)
-        with readers.copies:
+        with readers.folder:
             scoring = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)
             run_threads(
                 readers.lanes, scoring.finished, lambda: bar.update(scoring.n_done + len(readers.rejected))

@@ -26,7 +26,7 @@ import pandas as pd
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
 from leakmel.core.progress import Progress
-from leakmel.core.store import LocalCopies
+from leakmel.core.store import Folder
 from leakmel.detector.data.segments import Segments, conform_recording, cut_into_rows
 from leakmel.detector.model.detector import Detector, required_spec, spec_differences
 from leakmel.extras.nightly.history import N_BANDS, History, HistoryEntry
@@ -122,7 +122,7 @@ class Evidence:
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #42d6e0ad
 def read_features(
-    copies: LocalCopies,
+    folder: Folder,  # open
     engine: Engine,
     spec: MelSpec,
     path: bytes,  # relative to the folder
@@ -134,7 +134,7 @@ def read_features(
     has another digest than the payload that was scored, or cannot be read any more.
     """
     try:
-        with copies.of([path]) as local:
+        with folder.local([path]) as local:
             recording = read_wav(local[path])
         samples, _ = conform_recording(recording, spec)
     except (RecordingError, OSError):
@@ -162,7 +162,7 @@ def levels_of(mels: np.ndarray) -> Levels:
 
 
 def recording_levels(
-    folder: Path,
+    folder: str | os.PathLike,
     paths: Sequence[bytes],  # relative to it
     digests: Sequence[str],
     spec: MelSpec,
@@ -171,14 +171,14 @@ def recording_levels(
 ) -> list[Levels | None]:
     "Measure recordings of a folder or URL that had these digests; None: it has changed since, or cannot be read any more."
     with (
-        LocalCopies(folder) as copies,
+        Folder(folder) as opened,
         open_engine("auto", spec, device="cpu") as engine,
         Progress(len(paths), label="levels", show=progress) as bar,
         ThreadPoolExecutor(engine.workers) as threads,
     ):
 
         def of_one(path: bytes, digest: str) -> Levels | None:
-            features = read_features(copies, engine, spec, path, digest)
+            features = read_features(opened, engine, spec, path, digest)
             bar.add(1)
             return None if features is None else levels_of(features[1])
 

@@ -28,7 +28,7 @@ import leakmel
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, OutputError, UsageError, require_count, show_path
 from leakmel.core.files import replacing
-from leakmel.core.store import LocalCopies
+from leakmel.core.store import Folder
 from leakmel.dataset.schema import Rejected
 from leakmel.detector.model.card import evaluation_result, evaluation_text
 from leakmel.detector.model.detector import Detector, required_spec, to_plain
@@ -90,7 +90,7 @@ def _by_path(found: RecordingList) -> dict[bytes, _File]:
     )
 
 
-def _find(folder: str | os.PathLike, manifest: Manifest | None, time_from: str, progress: str) -> _Files:
+def _find(folder: Folder, manifest: Manifest | None, time_from: str, progress: str) -> _Files:
     "List the recordings of the folder; what the table does not say is taken from the file name."
     listed = find_recordings(folder, manifest=manifest, progress=progress)
     files = _by_path(listed)
@@ -211,9 +211,12 @@ def read_new(files: _Files, detector: Detector, history: History, device: str, p
     done = predict(
         files.folder, detector, manifest=Manifest(files.folder, (), (x,)), device=device, progress=progress
     )
-    payloads = [s.facts["digest"].decode() for s in done.scored]
     measured = nights.recording_levels(
-        files.folder, done.scored.paths, payloads, done.spec, progress=progress
+        files.folder,
+        done.scored.paths,
+        [s.facts["digest"].decode() for s in done.scored],
+        done.spec,
+        progress=progress,
     )
     known = {text_key(sensor): sensor for sensor in nights.all_sensors(history)}
     rejected = list(done.rejections)
@@ -703,8 +706,8 @@ def _clips(done: NightlyRun, paths: dict[str, bytes], detector: Detector) -> dic
     if not chosen:
         return {}
     spec = required_spec(detector)
-    with open_engine("auto", spec, device="cpu") as engine, LocalCopies(done.folder) as copies:
-        read = ((d, nights.read_features(copies, engine, spec, paths[d], d)) for d in chosen)
+    with open_engine("auto", spec, device="cpu") as engine, Folder(done.folder) as folder:
+        read = ((d, nights.read_features(folder, engine, spec, paths[d], d)) for d in chosen)
         return {d: clip_of(*x, spec.sample_rate, spec.long_hop) for d, x in read if x is not None}
 
 
@@ -744,11 +747,12 @@ def nightly(
     began = time.perf_counter()
     rule = nights.Budget(budget)
     require_count("audits", audits, 0, 1000)
-    target = _check_state(state, Path(os.path.abspath(folder)))
+    source = Folder(folder)
+    target = _check_state(state, source.path)
     visits = {} if visited is None else nights.read_visits(Path(visited))
     detector, named = detector_of(model)
     digest = model_digest(detector)
-    files = _find(folder, manifest, time_from, progress)
+    files = _find(source, manifest, time_from, progress)
     with History(target) as history:
         known = history.meta("model")
         if known not in (None, digest):
@@ -763,8 +767,8 @@ def nightly(
         if manifest is None and not any(name.sensor for *_, name in files.found.values()):
             pattern = pattern or guess_pattern(list(files.found))
         if manifest is None and pattern:
-            manifest = scan(folder, pattern=pattern, with_labels=False, progress=progress)
-            files = _find(folder, manifest, time_from, progress)
+            manifest = scan(source, pattern=pattern, with_labels=False, progress=progress)
+            files = _find(source, manifest, time_from, progress)
         _sort_files(history, files)
         read_new(files, detector, history, device, progress)
         history.begin()
