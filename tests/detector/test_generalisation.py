@@ -12,7 +12,7 @@ import pytest
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
-from leakmel.detector.evaluate.resampling import Generalisation, find_grouping
+from leakmel.detector.evaluate.resampling import Generalisation
 from leakmel.detector.metrics.significance import (
     Bootstrap,
     Groups,

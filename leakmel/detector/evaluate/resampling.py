@@ -30,7 +30,6 @@ from leakmel.detector.data.segments import Task
 from leakmel.detector.data.splits import (
     Group,
     can_be_left_out,
-    group_name,
     group_values,
     label_counts,
     recordings_of,
@@ -462,28 +461,6 @@ def cross_validate(
 # %% ../../../nbs/detector/evaluate/resampling.ipynb #ge000005
 GROUPINGS = ("recording", "session", "sensor", "site")
 
-
-def find_grouping(
-    table: pd.DataFrame,  # of `recordings_table`, a row for each recording
-    name: str,  # "recording", a column (also of extra/), "date" or "re:..."
-) -> tuple[stats.Groups, dict[str, str]]:  # raises UsageError for a wrong pattern
-    "Group recordings by a name; where there are no groups, return also the code and the reason, a sentence."
-    if name == "recording":
-        paths = table["path"] if "path" in table else [f"recording {k}" for k in range(len(table))]
-        return folds.joined_groups(table, stats.Groups(name, np.arange(len(table)), tuple(paths))), {}
-    none = stats.Groups("", np.zeros(0, np.int64), ())
-    try:
-        values = group_values(table, name, missing="one")
-    except UsageError as e:
-        if e.code != "unknown-column":
-            raise
-        return none, {"code": e.code, "reason": f"The recordings have no column {show_path(name)}."}
-    n = int(np.count_nonzero(values == ""))
-    if n == len(values):
-        return none, {"code": "no-group", "reason": f"No recording has a {group_name(name)}."}
-    note = f"{n:,} of {len(values):,} recordings have no {group_name(name)} and form one group"
-    return folds.joined_groups(table, stats.encode_groups(name, values, note if n else "")), {}
-
 # %% ../../../nbs/detector/evaluate/resampling.ipynb #ge000015
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Generalisation(Resampled):
@@ -565,7 +542,7 @@ def _plan_groupings(
     planned = dict[str, stats.Groups]()
     fits = list[folds.Fit]()
     first = dict[bytes, dict[str, Any]]()  # by the groups, numbered by their first recordings
-    found = [(name, *find_grouping(run.recordings, name)) for name in names]
+    found = [(name, *folds.find_grouping(run.recordings, name)) for name in names]
     for name, groups, left_out in sorted(found, key=lambda g: -len(g[1])):
         row = {"by": name, "same_groups": [], "groups": len(groups), "note": groups.note}
         code = pd.factorize(groups.code)[0].tobytes()

@@ -24,17 +24,27 @@ from threadpoolctl import threadpool_limits
 
 from leakmel import __version__
 from leakmel.core.cluster import Cluster, open_cluster, run_tasks
-from leakmel.core.errors import DataError
+from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import read_own, sealed, write_whole
 from leakmel.core.monitor import free_memory, usable_cores
 from leakmel.core.progress import Progress
 from leakmel.core.threads import safe_module_path
 from leakmel.detector.data.segments import Segments
-from leakmel.detector.data.splits import Group, divide_groups, join_groups, label_counts, recordings_of
+from leakmel.detector.data.splits import (
+    Group,
+    divide_groups,
+    group_name,
+    group_values,
+    join_groups,
+    label_counts,
+    recordings_of,
+    recordings_table,
+)
 from leakmel.detector.metrics import significance as stats
 from leakmel.detector.metrics.metrics import (
     DecisionRule,
     HeldOutScores,
+    brier_score,
     choose_rule,
     leak_metrics,
     logit,
@@ -68,6 +78,28 @@ def joined_groups(
     return stats.Groups(
         found.by, code, names, "; ".join(filter(None, [found.note, text if n_joined else ""]))
     )
+
+
+def find_grouping(
+    table: pd.DataFrame,  # of `recordings_table`, a row for each recording
+    name: str,  # "recording", a column (also of extra/), "date" or "re:..."
+) -> tuple[stats.Groups, dict[str, str]]:  # raises UsageError for a wrong pattern
+    "Group recordings by a name; where there are no groups, return also the code and the reason, a sentence."
+    if name == "recording":
+        paths = table["path"] if "path" in table else [f"recording {k}" for k in range(len(table))]
+        return joined_groups(table, stats.Groups(name, np.arange(len(table)), tuple(paths))), {}
+    none = stats.Groups("", np.zeros(0, np.int64), ())
+    try:
+        values = group_values(table, name, missing="one")
+    except UsageError as e:
+        if e.code != "unknown-column":
+            raise
+        return none, {"code": e.code, "reason": f"The recordings have no column {show_path(name)}."}
+    n = int(np.count_nonzero(values == ""))
+    if n == len(values):
+        return none, {"code": "no-group", "reason": f"No recording has a {group_name(name)}."}
+    note = f"{n:,} of {len(values):,} recordings have no {group_name(name)} and form one group"
+    return joined_groups(table, stats.encode_groups(name, values, note if n else "")), {}
 
 
 def make_folds(
@@ -158,6 +190,13 @@ class FoldTrainer:
     def ds(self) -> Segments:
         "All recordings."
         return self._segments(np.arange(len(self.data.training.rows)), "recording")
+
+    @cached_property
+    def recordings(self) -> pd.DataFrame:
+        "What is known of them, a row each."
+        training = self.data.training
+        table = recordings_table(training.sources, progress="none")
+        return table.iloc[training.rows].reset_index(drop=True)
 
     @cached_property
     def features(self) -> spectral.SpectralFeatures:
@@ -551,6 +590,22 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
     )
 
 
+def _other_folds(detector: Detector, trainer: FoldTrainer) -> Iterator[HeldOutScores]:
+    "Score the recordings of a spectral detector in other folds: recordings one by one, then whole sites where they are enough."
+    for name in ("recording", "site"):
+        groups, left_out = find_grouping(trainer.recordings, name)
+        is_other = not left_out and groups.by != trainer.groups.by
+        if (
+            detector.kind == "spectral"
+            and is_other
+            and (name == "recording" or len(groups) >= stats.MIN_GROUPS)
+        ):
+            choice = choose_kind(trainer, groups=groups, detector="spectral", seed=trainer.settings.seed)
+            if choice is not None:
+                truth = trainer.ds.is_leak[choice.scored]
+                yield detector.held_out_scores(choice.segment_scores, truth, choice.groups, name)
+
+
 def with_decision(
     detector: Detector,
     data: TrainingData,
@@ -584,11 +639,10 @@ def with_decision(
         rule = choose_rule(is_leak, segments, settings.vote, settings.vote_share, source)
         detector = replace(detector, **rule.options())
     group = np.concatenate([np.array(groups.names)[groups.code] for _, _, groups, _ in found])
-    held_out = HeldOutScores(
-        np.clip(detector.recording_scores(segments), 0, 1),
-        is_leak,
-        np.unique(group, return_inverse=True)[1].astype(np.int64),
-        (found[0][2] if trainer is None else trainer.groups).by,
-        source,
-    )
-    return replace(detector, held_out=held_out, evaluations=evaluations)
+    groups = stats.encode_groups((found[0][2] if trainer is None else trainer.groups).by, group)
+    held_out = detector.held_out_scores(segments, is_leak, groups, source)
+    others = [] if trainer is None else _other_folds(detector, trainer)
+    known = {own.by: brier_score(own) for own in (held_out, *others)}  # the hardest grouping is the last one
+    known = {name: known[name] for name in sorted(known, key=("recording", held_out.by, "site").index)}
+    reliability = tuple(brier for brier in known.values() if brier is not None)
+    return replace(detector, held_out=held_out, evaluations=evaluations, reliability=reliability)
