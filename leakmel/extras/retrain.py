@@ -420,9 +420,7 @@ def fine_tune(
     challenger = replace(challenger, **rule.options())
     groups = significance.recording_groups(recordings_of(validation))
     method = f"{len(scores):,} validation recordings"
-    challenger.held_out = challenger.held_out_scores(scores, validation.is_leak, groups, method)
-    challenger.reliability = tuple(filter(None, [metrics.brier_score(challenger.held_out)]))
-    return challenger
+    return challenger.with_held_out(scores, validation.is_leak, groups, method)
 
 # %% ../../nbs/extras/retrain.ipynb #8910e3f1
 @dataclass(frozen=True, eq=False)

@@ -194,7 +194,12 @@ def test_training_stores_held_out_scores_and_a_cross_validated_verdict(trained: 
     assert detector.evaluations[0].recordings == n
     assert detector.evaluations[0].beats is not None
     known, new = detector.reliability
-    assert (known.by, known.groups, new.by, new.groups) == ("recording", n, "sensor", detector.evaluations[0].groups)
+    assert (known.by, known.groups, new.by, new.groups) == (
+        "recording",
+        n,
+        "sensor",
+        detector.evaluations[0].groups,
+    )
     assert new == brier_score(detector.held_out)
     p, truth = cross_calibrated(detector.held_out), detector.held_out.truth
     assert new.score == np.mean((p - truth) ** 2)
@@ -232,7 +237,9 @@ def test_prediction_shows_evaluation_probability_and_alarm_threshold(trained: Pa
     less = lm.predict(trained / "demo", useless, out=tmp_path / "s.csv", progress="none")
     is_new = less.withheld
     assert is_new is not None
-    assert is_new.tolist() == (~less.table["in_training"].to_numpy(bool)).tolist(), "the demo is split by sensor"
+    assert is_new.tolist() == (~less.table["in_training"].to_numpy(bool)).tolist(), (
+        "the demo is split by sensor"
+    )
     assert less.table["probability"].isna().tolist() == is_new.tolist()
     assert np.array_equal(less.table["score"], found.table["score"])
     assert (pd.read_csv(tmp_path / "s.csv")["probability"].isna() == is_new).all()

@@ -74,7 +74,7 @@ def result_files(
 class Resampled(RowTable):
     "Result of a resampling: what all kinds of them have."
 
-    acted_on = ("verdict", "answer", "detector", "better", "caution", "written")
+    acted_on = ("verdict", "visits", "answer", "detector", "better", "caution", "written")
     name: ClassVar[str]  # also the first key of summary.json
     task: Task
     asked: str  # kind of detector in the settings
@@ -656,6 +656,17 @@ class LearningCurve(Resampled):
     gains: dict[str, dict[str, Any]]  # of `describe_gain`, for each curve that has smaller parts
 
     @property
+    def visits(self) -> str:
+        "AUC at groups that were not visited against the number of those that were, a sentence; empty for single recordings."
+        points = self.table[self.table["curve"] == "groups"].to_dict("records")
+        found = [
+            f"after {p['groups']:,.0f}: {p['auc']:.2f}{stats.Interval(p['auc_low'], p['auc_high']).in_brackets('.2f')}"
+            for p in points
+        ]
+        where = f"AUC at {self.groups.word}s that were not visited, by the number of those that were"
+        return f"{where}: {', '.join(found)}" if len(self.groups) < len(self.groups.code) else ""
+
+    @property
     def text(self) -> str:
         "Whether more recordings or more groups would help, in sentences."
         few = f"Each {self.groups.word} has too few recordings to leave some of them out."
@@ -670,12 +681,18 @@ class LearningCurve(Resampled):
             part = f"{p['recordings']:,.0f} recordings of {p['groups']:,.0f} {self.groups.word}s"
             auc = f"{p['auc']:.3f}{stats.Interval(p['auc_low'], p['auc_high']).in_brackets()}"
             rows.append((p["curve"], f"{p['share']:.0%}, {part}: AUC {auc}"))
-        return [*rows, ("answer", self.text), *super().rows()]
+        return [
+            *rows,
+            *[("visits", text) for text in [self.visits] if text],
+            ("answer", self.text),
+            *super().rows(),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
         return {
             "learning_curve": plain_rows(self.table),
+            "visits": self.visits,
             "answer": self.text,
             "gains": self.gains,
             "note": self.note,

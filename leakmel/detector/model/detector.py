@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from leakmel.core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
 from leakmel.core.files import write_whole
 from leakmel.detector.data.segments import Segments, Task, open_loader
-from leakmel.detector.metrics.metrics import UNCHOSEN, VOTES, Brier, HeldOutScores, vote_scores
+from leakmel.detector.metrics.metrics import UNCHOSEN, VOTES, Brier, HeldOutScores, brier_score, vote_scores
 from leakmel.detector.metrics.significance import Groups
 from leakmel.detector.model import card
 from leakmel.detector.model.files import AdaptiveBatches, load_plain, memory_guard, plain_bytes, require_kind
@@ -256,16 +256,17 @@ class Detector:
         """
         return vote_scores(segment_scores, vote or self.vote, self.share)
 
-    def held_out_scores(
+    def with_held_out(
         self,
         segment_scores: np.ndarray,  # [n, L], of recordings that were not trained on
         is_leak: np.ndarray,  # [n] bool
         groups: Groups,
         method: str,
-    ) -> HeldOutScores:
-        "Score recordings that were not trained on, by the detector's own rule."
+    ) -> "Detector":
+        "Add scores of recordings that were not trained on, by the detector's own rule, and their Brier score."
         score = np.clip(self.recording_scores(segment_scores), 0, 1)
-        return HeldOutScores(score, is_leak, groups.code.astype(np.int64), groups.by, method)
+        held_out = HeldOutScores(score, is_leak, groups.code.astype(np.int64), groups.by, method)
+        return replace(self, held_out=held_out, reliability=tuple(filter(None, [brier_score(held_out)])))
 
     def save(self, path: str | os.PathLike, *, sync: bool = True) -> Path:
         """Write the detector to a file, as a whole or not at all; `sync`: wait for the disk.

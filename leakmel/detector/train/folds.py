@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -42,9 +43,9 @@ from leakmel.detector.data.splits import (
 )
 from leakmel.detector.metrics import significance as stats
 from leakmel.detector.metrics.metrics import (
+    Brier,
     DecisionRule,
     HeldOutScores,
-    brier_score,
     choose_rule,
     leak_metrics,
     logit,
@@ -190,13 +191,6 @@ class FoldTrainer:
     def ds(self) -> Segments:
         "All recordings."
         return self._segments(np.arange(len(self.data.training.rows)), "recording")
-
-    @cached_property
-    def recordings(self) -> pd.DataFrame:
-        "What is known of them, a row each."
-        training = self.data.training
-        table = recordings_table(training.sources, progress="none")
-        return table.iloc[training.rows].reset_index(drop=True)
 
     @cached_property
     def features(self) -> spectral.SpectralFeatures:
@@ -568,10 +562,13 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
         learned = np.setdiff1d(np.arange(len(truth)), held_out)
         for name, values in spectral.fold_baselines(features, truth, learned, held_out, seed).items():
             scores[name][mine] = values
-        others = ~mine if choice.n_folds > 1 else mine  # one part of many recordings chooses its own rule
+    # no recording has a part in the choice of its rule: of one part of many recordings, neither have others of its group
+    parts = choice.fold if choice.n_folds > 1 else choice.groups.code % 5
+    for k in np.unique(parts):
+        mine = parts == k
         rule = choose_rule(
-            truth[choice.scored[others]],
-            choice.segment_scores[others],
+            truth[choice.scored[~mine]],
+            choice.segment_scores[~mine],
             trainer.settings.vote,
             trainer.settings.vote_share,
         )
@@ -590,20 +587,21 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
     )
 
 
-def _other_folds(detector: Detector, trainer: FoldTrainer) -> Iterator[HeldOutScores]:
-    "Score the recordings of a spectral detector in other folds: recordings one by one, then whole sites where they are enough."
-    for name in ("recording", "site"):
-        groups, left_out = find_grouping(trainer.recordings, name)
-        is_other = not left_out and groups.by != trainer.groups.by
-        if (
-            detector.kind == "spectral"
-            and is_other
-            and (name == "recording" or len(groups) >= stats.MIN_GROUPS)
-        ):
+def _reliability(detector: Detector, trainer: FoldTrainer) -> tuple[Brier, ...]:
+    "Brier scores of a spectral detector by recording, by the groups of its folds, and by site where these are enough; of others by the groups."
+    training, own = trainer.data.training, cast(HeldOutScores, detector.held_out).by
+    found = dict.fromkeys(("recording", own, "site"), ()) | {own: detector.reliability}
+    table = recordings_table(training.sources, progress="none").iloc[training.rows].reset_index(drop=True)
+    for name in ("recording", "site") if detector.kind == "spectral" else ():
+        groups, left_out = find_grouping(table, name)
+        if name != own and not left_out and (name != "site" or len(groups) >= stats.MIN_GROUPS):
             choice = choose_kind(trainer, groups=groups, detector="spectral", seed=trainer.settings.seed)
             if choice is not None:
                 truth = trainer.ds.is_leak[choice.scored]
-                yield detector.held_out_scores(choice.segment_scores, truth, choice.groups, name)
+                found[name] = detector.with_held_out(
+                    choice.segment_scores, truth, choice.groups, name
+                ).reliability
+    return tuple(chain.from_iterable(found.values()))
 
 
 def with_decision(
@@ -640,9 +638,5 @@ def with_decision(
         detector = replace(detector, **rule.options())
     group = np.concatenate([np.array(groups.names)[groups.code] for _, _, groups, _ in found])
     groups = stats.encode_groups((found[0][2] if trainer is None else trainer.groups).by, group)
-    held_out = detector.held_out_scores(segments, is_leak, groups, source)
-    others = [] if trainer is None else _other_folds(detector, trainer)
-    known = {own.by: brier_score(own) for own in (held_out, *others)}  # the hardest grouping is the last one
-    known = {name: known[name] for name in sorted(known, key=("recording", held_out.by, "site").index)}
-    reliability = tuple(brier for brier in known.values() if brier is not None)
-    return replace(detector, held_out=held_out, evaluations=evaluations, reliability=reliability)
+    detector = replace(detector.with_held_out(segments, is_leak, groups, source), evaluations=evaluations)
+    return detector if trainer is None else replace(detector, reliability=_reliability(detector, trainer))
