@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import json
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from leakmel.extras.machine.bench import record_head, store
 from leakmel.recordings.demo import write_wav
 
 RATE = 4096
-N_TREES = 20  # of each forest, a tenth of the usual ones: cheap fits for many draws
+N_TREES = 10  # of each forest, a twentieth of the usual ones: cheap fits for many draws
 MOST_HELD = 600  # recordings that give the result
 
 
@@ -176,6 +177,7 @@ def bench_cross_validation(
                     found.append({"task": name, "draw": k} | measure_draw(*draw(k), work / "model", k))
                 except (DataError, IndexError):  # too few groups with one of the labels: nothing is promised
                     log(f"{name}, draw {k + 1}: no folds")
+                (work / "draws.json").write_text(json.dumps(found))
             log(cross_validation_table([f for f in found if f["task"] == name]).splitlines()[1])
     return {**record_head("cross-validation"), "verified": {"all_ok": True}, "draws": found}
 

@@ -136,7 +136,7 @@ def test_alarm_threshold_of_one_sensor_or_without_normal_recordings() -> None:
             alarm_threshold(scores, wrong)
 
 
-@pytest.mark.parametrize(("n_each", "method"), [(5, "Platt"), (60, "isotonic")])
+@each(("n_each", "method"), [(5, "Platt"), (60, "isotonic")])
 def test_calibration_brings_scores_near_the_share_of_leaks(n_each: int, method: str) -> None:
     scores = network(np.random.default_rng(5), 20, n_each, sure=4)
     calibration = fit_calibration(scores)

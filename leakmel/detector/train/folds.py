@@ -589,7 +589,8 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
 
 def _reliability(detector: Detector, trainer: FoldTrainer) -> tuple[Brier, ...]:
     "Brier scores of a spectral detector by recording, by the groups of its folds, and by site where these are enough; of others by the groups."
-    training, own = trainer.data.training, cast(HeldOutScores, detector.held_out).by
+    training = trainer.data.training
+    own = cast(HeldOutScores, detector.held_out).by
     found = dict.fromkeys(("recording", own, "site"), ()) | {own: detector.reliability}
     table = recordings_table(training.sources, progress="none").iloc[training.rows].reset_index(drop=True)
     for name in ("recording", "site") if detector.kind == "spectral" else ():
