@@ -22,6 +22,7 @@ from leakmel.detector.metrics.significance import (
     new_group_answer,
     score_model,
 )
+from leakmel.detector.train import folds
 from leakmel.detector.train.folds import CURVES, FoldTrainer, find_grouping, smaller_part
 from leakmel.recordings.demo import write_wav
 
@@ -241,9 +242,12 @@ CURVE: dict[str, Any] = {"sizes": (0.5,), "seeds": 2, "n_folds": 2}
 
 
 @pytest.mark.slow
-def test_curve_ends_at_the_figure_of_cross_validation(noises: Path, tmp_path: Path) -> None:
+def test_curve_ends_at_the_figure_of_cross_validation(
+    noises: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     some = QUIET | CURVE | {"out": tmp_path}
     found = lm.learning_curve(noises, **some)
+    monkeypatch.setattr(folds, "choose_kind", lambda *a, **k: None)  # a curve chooses no vote
     whole = lm.cross_validate(noises, n_folds=2, seeds=2, **QUIET)
     table = found.table.set_index("curve")
     ends = table[table["share"] == 1]

@@ -574,8 +574,8 @@ class Predictions:
             "rejected_out": None if self.out is None else show_path(rejected_path(self.out)),
         }
 
-    def text(self, width: int = 100, full: bool = False) -> str:
-        "Return the answer as text: how many are leaks, the most suspicious, and what to know of the scores; with `full` all of the summary."
+    def text(self, width: int = 100, full: bool = True) -> str:
+        "Return the answer as text: how many are leaks, the most suspicious, and what to know of the scores; without `full` five lines."
         s = self.summary
         share = f" ({100 * s['leaks'] / len(self):.0f} %)" if len(self) else ""
         n_learned = s["in_training"] or 0
