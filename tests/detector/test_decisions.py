@@ -419,7 +419,7 @@ def test_records_of_a_hostile_model_file_are_refused_or_escaped() -> None:
     assert "\x07" not in "".join(found.cautions)
     with pytest.raises((TypeError, LookupError)):
         record_from_plain({"kind": TEST_SET})
-    brier = Brier("sensor", 12, 60, 0.1, 0.25)
+    brier = Brier("sensor", 12, 0.1, 0.25)
     assert brier_from_plain(asdict(brier)) == brier
     assert "\x1b" not in str(brier_from_plain(asdict(brier) | {"by": "\x1b[2J"}))
     for wrong in ({"score": "0.1"}, {"by": None}, {"more": 1}):

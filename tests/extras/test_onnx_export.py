@@ -306,7 +306,7 @@ def test_int8_with_a_folder_of_its_own_for_the_loss(detectors, recordings, tmp_p
 
 
 def test_metadata(detectors, tmp_path):
-    brier = Brier("sensor", 12, 60, 0.1, 0.25)
+    brier = Brier("sensor", 12, 0.1, 0.25)
     file = replace(detectors["cnn"], reliability=(brier,)).save(tmp_path / "model.pt")
     done = lm.export_onnx(file, progress="none")
     assert done.path == tmp_path / "model.onnx"

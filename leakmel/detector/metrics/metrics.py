@@ -440,7 +440,6 @@ class Brier:
 
     by: str  # name of a group: "recording", "sensor", ...
     groups: int
-    recordings: int
     score: float  # mean square of the probability minus 1 for a leak, minus 0 for another recording
     base: float  # of the share of leaks in the other groups, which knows nothing of the recording
 
@@ -460,8 +459,7 @@ def brier_score(scores: HeldOutScores) -> Brier | None:  # None: too few groups 
     known = np.isfinite(squares[0])
     if not known.any():
         return None
-    groups = len(np.unique(scores.group[known]))
-    return Brier(scores.by, groups, int(known.sum()), *squares[:, known].mean(1).tolist())
+    return Brier(scores.by, len(np.unique(scores.group[known])), *squares[:, known].mean(1).tolist())
 
 # %% ../../../nbs/detector/metrics/metrics.ipynb #de000010
 def conformal_threshold(

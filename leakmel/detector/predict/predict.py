@@ -787,7 +787,6 @@ def predict(
     spec = required_spec(detector)
     rule = rule_of(detector, vote, threshold, frac, false_alarms)
     own = detector.held_out if (rule.vote, rule.frac) == (detector.vote, detector.share) else None
-    calibration = None if own is None else fit_calibration(own)
     native()  # an import; not part of the time
     began = time.perf_counter()
     found = find_recordings(folder, split=split, manifest=manifest, progress=progress)
@@ -808,11 +807,11 @@ def predict(
         seconds=time.perf_counter() - began,
         out=target,
         learned_by=detector.engine,
-        calibration=calibration,
+        calibration=None if own is None else fit_calibration(own),
         evaluations=detector.evaluations,
         reliability=detector.reliability,
     )
-    if calibration is not None and detector.reliability and not detector.reliability[-1].is_useful:
+    if done.calibration and not all(brier.is_useful for brier in detector.reliability[-1:]):
         done = replace(done, withheld=~detector.provenance.has_sensors(scored.sensor.tolist()))
     if target is not None:
         done.write(target, all_columns=all_columns)
