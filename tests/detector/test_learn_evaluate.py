@@ -957,7 +957,7 @@ def test_options_that_do_not_exist_are_refused(sets, options, code):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"files_per_batch": 0}, UsageError, "files_per_batch must be at least 1"),
+        ({"files_per_batch": 0}, UsageError, "files_per_batch must be a whole number of at least 1"),
         ({"device": "tpu9x"}, UsageError, "no such device"),
     ],
 )

@@ -24,7 +24,15 @@ from markupsafe import Markup
 
 import leakmel
 from leakmel.core.comparison import match_texts, text_key
-from leakmel.core.errors import DataError, LeakmelError, MissingPackageError, UsageError, show_path
+from leakmel.core.errors import (
+    DataError,
+    LeakmelError,
+    MissingPackageError,
+    UsageError,
+    require_choice,
+    require_count,
+    show_path,
+)
 from leakmel.core.files import write_errors
 from leakmel.core.operation import run_folder, user_path
 from leakmel.core.parameters import Kinds
@@ -353,12 +361,8 @@ def make_queue(
     seed: int = 0,  # of the random queue
 ) -> ReviewQueue:  # raises UsageError
     "Order the recordings of a queue; without those that are decided or skipped, and without copies: a decision counts for all."
-    if name not in QUEUES:
-        raise UsageError(
-            "the queue is unknown", code="unknown-choice", found=repr(name), expected=", ".join(QUEUES)
-        )
-    if n < 1:
-        raise UsageError("a queue needs at least one recording", code="out-of-range", found=n)
+    require_choice("the queue is unknown", name, QUEUES)
+    require_count("n", n)
     if why := lacking(found, name):
         return ReviewQueue(name, [], unavailable=why)
     drawn = np.random.default_rng(seed).permutation(len(found)).tolist()
