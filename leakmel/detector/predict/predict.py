@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from leakmel.core.errors import DataError, EngineError, OutputError, UsageError, show_path, write_error
+from leakmel.core.errors import (
+    DataError,
+    EngineError,
+    OutputError,
+    UsageError,
+    require_choice,
+    show_path,
+    write_error,
+)
 from leakmel.core.export import path_columns, require_package, write_table
 from leakmel.core.files import replacing
 from leakmel.core.operation import Run
@@ -152,13 +160,7 @@ class Rule:
     threshold_from: str = "given"  # where the threshold comes from, in words
 
     def __post_init__(self):
-        if self.vote not in VOTES:
-            raise UsageError(
-                "the voting rule is unknown",
-                code="unknown-choice",
-                found=repr(self.vote),
-                expected=", ".join(VOTES),
-            )
+        require_choice("the voting rule is unknown", self.vote, VOTES)
         for name, least in (("threshold", "from 0 to 1"), ("frac", "above 0 and at most 1")):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -773,13 +775,7 @@ def predict(
     all_columns: bool = False,
 ) -> Predictions:
     "Score the recordings of a folder with a detector; raises LeakmelError."
-    if length not in LENGTHS:
-        raise UsageError(
-            "the length is unknown",
-            code="unknown-choice",
-            found=repr(length),
-            expected=" or ".join(map(repr, LENGTHS)),
-        )
+    require_choice("the length is unknown", length, LENGTHS)
     target = None if out is None else output_path(out)
     if target is not None:
         check_output(target, absolute_folder(folder))
