@@ -229,7 +229,7 @@ def test_gradients_are_those_of_the_formula():
 
 def test_batches_that_are_accumulated_make_one_step():
     "As gradient_accumulation_steps means it: the step takes all items of the batches, a batch of them at a time."
-    changes = {"dropout": 0.0, "channels_last": False}
+    changes: dict[str, Any] = {"dropout": 0.0, "channels_last": False}
     several, one = stepper_of(batch_size=8, accumulate_batches=3, **changes), stepper_of(**changes)
     batch = batch_of(24)
     assert several.portions.most == 8

@@ -496,7 +496,10 @@ def test_out_of_memory_recovery_is_reported(
 def test_accumulated_batches_are_a_larger_batch(sets: Path, tmp_path: Path) -> None:
     "As many steps as with batches of that size, and the same weights."
     size = TINY.batch_size
-    named = {"a": {"accumulate_batches": 2}, "b": {"batch_size": 2 * size, "micro_batch": size}}
+    named: dict[str, dict[str, Any]] = {
+        "a": {"accumulate_batches": 2},
+        "b": {"batch_size": 2 * size, "micro_batch": size},
+    }
     a, b = (
         trained(sets, tmp_path / name, settings=replace(TINY, epochs=1, **changes))
         for name, changes in named.items()
