@@ -43,7 +43,7 @@ NETWORKS = {
     "8 sensors": Network(8, 5),
     "16 sensors": Network(16, 4),
     "one label at each sensor": Network(16, 3, one_label=True),
-    "leaks that nobody hears": Network(12, 4, leak_db=-12),
+    "inaudible leaks": Network(12, 4, leak_db=-12),
     "few leaks": Network(16, 4, share=0.2),
 }
 REAL = {

@@ -140,7 +140,7 @@ def test_promise_is_what_groups_without_a_part_in_training_give(tmp_path: Path) 
 
     Promise and result differ by about 0.08 in a single draw, so the mean of twelve has a standard error of 0.02.
     """
-    names = ("16 sensors", "leaks that nobody hears", *REAL)
+    names = ("16 sensors", "inaudible leaks", *REAL)
     sources = os.environ.get("LEAKMEL_REAL_WAVS", "")
     draws = bench_cross_validation(tmp_path, names=names, draws=6, sources=sources)["draws"]
     assert len(draws) >= 12

@@ -323,7 +323,7 @@ def test_groups_of_one_recording_have_one_curve(noises: Path) -> None:
     found = lm.learning_curve(noises, group="path", **(QUIET | CURVE | {"seeds": 1}))
     assert list(found.gains) == ["groups"]
     assert "too few recordings to leave some of them out" in found.text
-    assert found.visits == "", "nobody visits a recording"
+    assert found.visits == "", "a recording is not visited"
     assert [len(trace.x) for trace in found.plots()["learning_curve"].data] == [1, 2]
 
 
