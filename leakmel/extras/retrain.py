@@ -410,6 +410,7 @@ def fine_tune(
         | card.provenance_of([ds for ds in (items, validation) if ds is not None]),
         held_out=None,  # those of the champion, as its evaluations
         evaluations=(),
+        reliability=(),
     )
     if validation is None:
         vote: tuple[Any, ...] = () if settings.vote == "auto" else (settings.vote, settings.vote_share)
@@ -418,14 +419,8 @@ def fine_tune(
     rule = metrics.choose_rule(validation.is_leak, scores, settings.vote, settings.vote_share)
     challenger = replace(challenger, **rule.options())
     groups = significance.recording_groups(recordings_of(validation))
-    challenger.held_out = metrics.HeldOutScores(
-        np.clip(challenger.recording_scores(scores), 0, 1),
-        validation.is_leak,
-        groups.code.astype(np.int64),
-        groups.by,
-        f"{len(scores):,} validation recordings",
-    )
-    return challenger
+    method = f"{len(scores):,} validation recordings"
+    return challenger.with_held_out(scores, validation.is_leak, groups, method)
 
 # %% ../../nbs/extras/retrain.ipynb #8910e3f1
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from each import each
 
@@ -17,8 +18,10 @@ from leakmel.core.operation import Run, make
 from leakmel.detector.evaluate.evaluation import record_evaluation
 from leakmel.detector.metrics.metrics import (
     MIN_ISOTONIC,
+    Brier,
     HeldOutScores,
     alarm_threshold,
+    brier_score,
     conformal_threshold,
     cross_calibrated,
     fit_calibration,
@@ -30,6 +33,7 @@ from leakmel.detector.model.card import (
     NEVER_EVALUATED,
     TEST_SET,
     best_evaluation,
+    brier_from_plain,
     evaluation_record,
     evaluation_result,
     next_steps,
@@ -37,6 +41,7 @@ from leakmel.detector.model.card import (
 )
 from leakmel.detector.model.cards import model_card
 from leakmel.detector.model.detector import load_detector
+from leakmel.detector.model.files import load_plain, plain_bytes
 from leakmel.operations.detector import Evaluate, Train, run_summary
 
 
@@ -131,7 +136,7 @@ def test_alarm_threshold_of_one_sensor_or_without_normal_recordings() -> None:
             alarm_threshold(scores, wrong)
 
 
-@pytest.mark.parametrize(("n_each", "method"), [(5, "Platt"), (60, "isotonic")])
+@each(("n_each", "method"), [(5, "Platt"), (60, "isotonic")])
 def test_calibration_brings_scores_near_the_share_of_leaks(n_each: int, method: str) -> None:
     scores = network(np.random.default_rng(5), 20, n_each, sure=4)
     calibration = fit_calibration(scores)
@@ -188,9 +193,22 @@ def test_training_stores_held_out_scores_and_a_cross_validated_verdict(trained: 
     assert [e.kind for e in detector.evaluations] == [CROSS_VALIDATION]
     assert detector.evaluations[0].recordings == n
     assert detector.evaluations[0].beats is not None
+    known, new = detector.reliability
+    assert (known.by, known.groups, new.by, new.groups) == (
+        "recording",
+        n,
+        "sensor",
+        detector.evaluations[0].groups,
+    )
+    assert new == brier_score(detector.held_out)
+    p, truth = cross_calibrated(detector.held_out), detector.held_out.truth
+    assert new.score == np.mean((p - truth) ** 2)
+    assert new.base == pytest.approx(truth.mean() * (1 - truth.mean()), abs=0.02)
     card = (trained / "model" / "model_card.md").read_text()
     assert str(detector.evaluations[0].groups) in card
     assert "## Next steps" in card
+    for brier in detector.reliability:
+        assert f"| {brier.by} | {brier.groups} | {brier.score:.3f} | {brier.base:.3f} |" in card
 
 
 @pytest.mark.slow
@@ -202,7 +220,8 @@ def test_prediction_shows_evaluation_probability_and_alarm_threshold(trained: Pa
         trained / "demo", model, false_alarms=10, out=tmp_path / "s.csv", all_columns=True, progress="none"
     )
     assert found.rule.threshold == alarm_threshold(detector.held_out, 10).threshold
-    assert f"Detector: {detector.evaluations[0]}" in found.text(1000)
+    known, new = detector.reliability
+    assert f"Detector: {detector.evaluations[0]}; Brier score {known}, {new}\n" in found.text(1000)
     p = found.table["probability"].to_numpy()
     order = found.table["score"].to_numpy().argsort(kind="stable")
     assert (np.diff(p[order]) >= 0).all()
@@ -214,6 +233,25 @@ def test_prediction_shows_evaluation_probability_and_alarm_threshold(trained: Pa
         with pytest.raises(UsageError) as e:
             lm.predict(trained / "demo", model, false_alarms=10, progress="none", **wrong)
         assert e.value.code == "unused-option"
+    # a probability that says less than the share of leaks is kept for the sensors of the training
+    useless = replace(detector, reliability=(known, replace(new, score=new.base)))
+    less = lm.predict(trained / "demo", useless, out=tmp_path / "s.csv", progress="none")
+    is_new = less.withheld
+    assert is_new is not None
+    assert is_new.tolist() == (~less.table["in_training"].to_numpy(bool)).tolist(), (
+        "the demo is split by sensor"
+    )
+    assert less.table["probability"].isna().tolist() == is_new.tolist()
+    assert np.array_equal(less.table["score"], found.table["score"])
+    assert (pd.read_csv(tmp_path / "s.csv")["probability"].isna() == is_new).all()
+    assert f"no probability for {is_new.sum()} recordings of new sensors" in less.text(1000)
+    assert less.summary["without_probability"] == is_new.sum()
+    # files of earlier versions say neither
+    values = load_plain(model / "model.pt")
+    head = {name: v for name, v in json.loads(values["detector"]).items() if name != "reliability"}
+    del values["seen"]["sensors"]
+    (tmp_path / "old.pt").write_bytes(plain_bytes(values | {"detector": json.dumps(head)}))
+    assert lm.predict(trained / "demo", tmp_path / "old.pt", progress="none").withheld is None
 
 
 def test_evaluation_checks_the_calibrated_probability_on_test_recordings(trained: Path) -> None:
@@ -381,5 +419,11 @@ def test_records_of_a_hostile_model_file_are_refused_or_escaped() -> None:
     assert "\x07" not in "".join(found.cautions)
     with pytest.raises((TypeError, LookupError)):
         record_from_plain({"kind": TEST_SET})
+    brier = Brier("sensor", 12, 0.1, 0.25)
+    assert brier_from_plain(asdict(brier)) == brier
+    assert "\x1b" not in str(brier_from_plain(asdict(brier) | {"by": "\x1b[2J"}))
+    for wrong in ({"score": "0.1"}, {"by": None}, {"more": 1}):
+        with pytest.raises((TypeError, LookupError, UsageError)):
+            brier_from_plain(asdict(brier) | wrong)
     small = replace(record, kind=CROSS_VALIDATION), replace(record, auc_low=None, auc_high=None)
     assert best_evaluation(small) is small[0], "a test set without an interval says less"

@@ -23,7 +23,7 @@ from leakmel.core.machine_code import CompiledCode
 from leakmel.detector.data import segments
 from leakmel.detector.data.segments import LEFT_OUT, Segments, make_task
 from leakmel.detector.data.splits import Split
-from leakmel.detector.metrics.metrics import UNCHOSEN
+from leakmel.detector.metrics.metrics import UNCHOSEN, DecisionRule
 from leakmel.detector.metrics.significance import Groups
 from leakmel.detector.model import spectral
 from leakmel.detector.model.detector import (
@@ -372,11 +372,13 @@ def test_a_damaged_score_file_is_computed_again(sets, alone, tmp_path):
     settings = lm.TrainSettings(detector="spectral")
     shutil.copytree(alone.model_path.parent, tmp_path / "run")
     scores = sorted((tmp_path / "run" / "cross-validation").glob("*.npy"))
-    assert len(scores) == 5
-    os.truncate(scores[0], 60)
+    assert len(scores) == 10, "five folds by sensor, and five of single recordings"
+    for path in scores[::2]:
+        os.truncate(path, 60)
     os.remove(tmp_path / "run" / "model.pt")
     again = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
     assert again.detector.thresholds == alone.detector.thresholds
+    assert again.detector.reliability == alone.detector.reliability
 
 
 def data_of(ds: lm.MelDataset) -> TrainingData:
@@ -453,6 +455,19 @@ def test_of_many_recordings_a_fold_with_both_labels_is_scored(sets, monkeypatch,
         choice = folds_module.choose_kind(trainer, detector=kind)
         assert choice is not None
         truth = trainer.ds.is_leak[choice.scored]
+        # the promise of a training: no recording has a part in the choice of the rule that classifies it
+        marks = np.linspace(0.01, 0.99, len(choice.scored), dtype=np.float32)
+        marked = replace(choice, segment_scores=np.repeat(marks[:, None], 40, 1))
+        asked = list[np.ndarray]()
+
+        def noted(is_leak: np.ndarray, scores: np.ndarray, *_: Any) -> DecisionRule:
+            asked.append(scores[:, 0])
+            return DecisionRule()
+
+        monkeypatch.setattr(folds_module, "choose_rule", noted)
+        folds_module._inner_evaluation(marked, trainer)
+        left_out = np.concatenate([np.setdiff1d(marks, own) for own in asked])
+        assert sorted(left_out) == sorted(marks)
     assert choice.n_folds == n_scored
     assert set(truth.tolist()) == {False, True}
     assert all(np.isfinite(t["auc"]) for t in choice.tried)

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
-from leakmel.detector.evaluate.resampling import Generalisation, find_grouping
+from leakmel.detector.evaluate.resampling import Generalisation
 from leakmel.detector.metrics.significance import (
     Bootstrap,
     Groups,
@@ -21,7 +22,8 @@ from leakmel.detector.metrics.significance import (
     new_group_answer,
     score_model,
 )
-from leakmel.detector.train.folds import CURVES, FoldTrainer, smaller_part
+from leakmel.detector.train import folds
+from leakmel.detector.train.folds import CURVES, FoldTrainer, find_grouping, smaller_part
 from leakmel.recordings.demo import write_wav
 
 pytestmark = [
@@ -240,9 +242,12 @@ CURVE: dict[str, Any] = {"sizes": (0.5,), "seeds": 2, "n_folds": 2}
 
 
 @pytest.mark.slow
-def test_curve_ends_at_the_figure_of_cross_validation(noises: Path, tmp_path: Path) -> None:
+def test_curve_ends_at_the_figure_of_cross_validation(
+    noises: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     some = QUIET | CURVE | {"out": tmp_path}
     found = lm.learning_curve(noises, **some)
+    monkeypatch.setattr(folds, "choose_kind", lambda *a, **k: None)  # a curve chooses no vote
     whole = lm.cross_validate(noises, n_folds=2, seeds=2, **QUIET)
     table = found.table.set_index("curve")
     ends = table[table["share"] == 1]
@@ -252,6 +257,9 @@ def test_curve_ends_at_the_figure_of_cross_validation(noises: Path, tmp_path: Pa
     halves = table[table["share"] == 0.5]
     assert halves["groups"]["recordings"] == ends["groups"]["groups"]
     assert halves["groups"]["groups"] == pytest.approx(ends["groups"]["groups"] / 2)
+    half, end = (table.loc["groups"].iloc[k] for k in (0, 1))
+    assert f"after {half['groups']:.0f}: {half['auc']:.2f} (" in found.visits
+    assert f", after {end['groups']:.0f}: {end['auc']:.2f} ({end['auc_low']:.2f} to " in found.visits
     assert found.n_fits == found.n_done == 2 * 2 * 3
     assert json.loads((tmp_path / "summary.json").read_text())["gains"].keys() == {"recordings", "groups"}
     again = lm.learning_curve(noises, **some)
@@ -271,7 +279,7 @@ def test_interrupted_curve_is_resumed(
     assert lm.learning_curve(noises, **some).n_done == len(rest) == 4
 
 
-@pytest.mark.parametrize("curve", list(CURVES))
+@each("curve", CURVES)
 def test_smaller_parts_are_nested_and_keep_all_classes(curve: str) -> None:
     rng = np.random.default_rng(5)
     for seed in range(20):
@@ -315,6 +323,7 @@ def test_groups_of_one_recording_have_one_curve(noises: Path) -> None:
     found = lm.learning_curve(noises, group="path", **(QUIET | CURVE | {"seeds": 1}))
     assert list(found.gains) == ["groups"]
     assert "too few recordings to leave some of them out" in found.text
+    assert found.visits == "", "a recording is not visited"
     assert [len(trace.x) for trace in found.plots()["learning_curve"].data] == [1, 2]
 
 
@@ -344,6 +353,6 @@ def test_command_line_of_a_curve(noises: Path, tmp_path: Path, capsys: pytest.Ca
     shares = [p["share"] for p in body["learning_curve"] if p["curve"] == "groups"]
     assert shares == [0.25, 0.5, 0.75, 1.0]
     assert main([*words, "--quiet"]) == 0
-    assert "sensors" in capsys.readouterr().out
+    assert "visits: AUC at sensors that were not visited" in capsys.readouterr().out
     assert main([*words, "--cross-validate"]) == 2
     assert main([*words, "--group", "sensor,path"]) == 2

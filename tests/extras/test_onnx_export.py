@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, UsageError
 from leakmel.detector.data.segments import make_task
-from leakmel.detector.metrics.metrics import HeldOutScores, fit_calibration, leak_metrics
+from leakmel.detector.metrics.metrics import Brier, HeldOutScores, fit_calibration, leak_metrics
 from leakmel.detector.model.card import Provenance, _short_digests
 from leakmel.detector.model.detector import BlendClassifier, BlendSettings, Classifier, Detector
 from leakmel.detector.model.net import LeakNet, NetSettings
@@ -306,7 +306,8 @@ def test_int8_with_a_folder_of_its_own_for_the_loss(detectors, recordings, tmp_p
 
 
 def test_metadata(detectors, tmp_path):
-    file = detectors["cnn"].save(tmp_path / "model.pt")
+    brier = Brier("sensor", 12, 0.1, 0.25)
+    file = replace(detectors["cnn"], reliability=(brier,)).save(tmp_path / "model.pt")
     done = lm.export_onnx(file, progress="none")
     assert done.path == tmp_path / "model.onnx"
     found = metadata(done.path)
@@ -318,6 +319,7 @@ def test_metadata(detectors, tmp_path):
     assert json.loads(found["classes"]) == ["LEAK", "NOLEAK"]
     assert found["leak_label"] == "LEAK"
     assert found["model_digest"] == digest_of(file.read_bytes())
+    assert json.loads(found["reliability"]) == [asdict(brier)]
     check = json.loads(found["check"])
     assert check["score"] == done.check.score
     assert check["recordings"] == 16

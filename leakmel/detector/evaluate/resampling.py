@@ -30,7 +30,6 @@ from leakmel.detector.data.segments import Task
 from leakmel.detector.data.splits import (
     Group,
     can_be_left_out,
-    group_name,
     group_values,
     label_counts,
     recordings_of,
@@ -75,7 +74,7 @@ def result_files(
 class Resampled(RowTable):
     "Result of a resampling: what all kinds of them have."
 
-    acted_on = ("verdict", "answer", "detector", "better", "caution", "written")
+    acted_on = ("verdict", "visits", "answer", "detector", "better", "caution", "written")
     name: ClassVar[str]  # also the first key of summary.json
     task: Task
     asked: str  # kind of detector in the settings
@@ -462,28 +461,6 @@ def cross_validate(
 # %% ../../../nbs/detector/evaluate/resampling.ipynb #ge000005
 GROUPINGS = ("recording", "session", "sensor", "site")
 
-
-def find_grouping(
-    table: pd.DataFrame,  # of `recordings_table`, a row for each recording
-    name: str,  # "recording", a column (also of extra/), "date" or "re:..."
-) -> tuple[stats.Groups, dict[str, str]]:  # raises UsageError for a wrong pattern
-    "Group recordings by a name; where there are no groups, return also the code and the reason, a sentence."
-    if name == "recording":
-        paths = table["path"] if "path" in table else [f"recording {k}" for k in range(len(table))]
-        return folds.joined_groups(table, stats.Groups(name, np.arange(len(table)), tuple(paths))), {}
-    none = stats.Groups("", np.zeros(0, np.int64), ())
-    try:
-        values = group_values(table, name, missing="one")
-    except UsageError as e:
-        if e.code != "unknown-column":
-            raise
-        return none, {"code": e.code, "reason": f"The recordings have no column {show_path(name)}."}
-    n = int(np.count_nonzero(values == ""))
-    if n == len(values):
-        return none, {"code": "no-group", "reason": f"No recording has a {group_name(name)}."}
-    note = f"{n:,} of {len(values):,} recordings have no {group_name(name)} and form one group"
-    return folds.joined_groups(table, stats.encode_groups(name, values, note if n else "")), {}
-
 # %% ../../../nbs/detector/evaluate/resampling.ipynb #ge000015
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Generalisation(Resampled):
@@ -565,7 +542,7 @@ def _plan_groupings(
     planned = dict[str, stats.Groups]()
     fits = list[folds.Fit]()
     first = dict[bytes, dict[str, Any]]()  # by the groups, numbered by their first recordings
-    found = [(name, *find_grouping(run.recordings, name)) for name in names]
+    found = [(name, *folds.find_grouping(run.recordings, name)) for name in names]
     for name, groups, left_out in sorted(found, key=lambda g: -len(g[1])):
         row = {"by": name, "same_groups": [], "groups": len(groups), "note": groups.note}
         code = pd.factorize(groups.code)[0].tobytes()
@@ -679,6 +656,17 @@ class LearningCurve(Resampled):
     gains: dict[str, dict[str, Any]]  # of `describe_gain`, for each curve that has smaller parts
 
     @property
+    def visits(self) -> str:
+        "AUC at groups that were not visited against the number of those that were, a sentence; empty for single recordings."
+        points = self.table[self.table["curve"] == "groups"].to_dict("records")
+        found = [
+            f"after {p['groups']:,.0f}: {p['auc']:.2f}{stats.Interval(p['auc_low'], p['auc_high']).in_brackets('.2f')}"
+            for p in points
+        ]
+        where = f"AUC at {self.groups.word}s that were not visited, by the number of those that were"
+        return f"{where}: {', '.join(found)}" if len(self.groups) < len(self.groups.code) else ""
+
+    @property
     def text(self) -> str:
         "Whether more recordings or more groups would help, in sentences."
         few = f"Each {self.groups.word} has too few recordings to leave some of them out."
@@ -693,12 +681,18 @@ class LearningCurve(Resampled):
             part = f"{p['recordings']:,.0f} recordings of {p['groups']:,.0f} {self.groups.word}s"
             auc = f"{p['auc']:.3f}{stats.Interval(p['auc_low'], p['auc_high']).in_brackets()}"
             rows.append((p["curve"], f"{p['share']:.0%}, {part}: AUC {auc}"))
-        return [*rows, ("answer", self.text), *super().rows()]
+        return [
+            *rows,
+            *[("visits", text) for text in [self.visits] if text],
+            ("answer", self.text),
+            *super().rows(),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON."
         return {
             "learning_curve": plain_rows(self.table),
+            "visits": self.visits,
             "answer": self.text,
             "gains": self.gains,
             "note": self.note,

@@ -430,6 +430,34 @@ def cross_calibrated(scores: HeldOutScores, n_folds: int = 5) -> np.ndarray:  # 
             found[held_out] = calibration.probability(scores.score[held_out])
     return found
 
+
+@dataclass(frozen=True)
+class Brier:
+    "Brier score of calibrated probabilities on groups that were not trained on; plain values."
+
+    by: str  # name of a group: "recording", "sensor", ...
+    groups: int
+    score: float  # mean square of the probability minus 1 for a leak, minus 0 for another recording
+    base: float  # of the share of leaks in the other groups, which knows nothing of the recording
+
+    @property
+    def is_useful(self) -> bool:
+        "Whether the probabilities are nearer to the labels than the share of leaks is."
+        return self.score < self.base
+
+    def __str__(self) -> str:
+        return f"{self.score:.2f} by {self.by} (share of leaks {self.base:.2f})"
+
+
+def brier_score(scores: HeldOutScores) -> Brier | None:  # None: too few groups for a calibration of others
+    "Compute the Brier score of probabilities and of the share of leaks, both from the other groups."
+    given = (scores, replace(scores, score=np.full(len(scores), 0.5)))  # the second line has no slope
+    squares = np.stack([(cross_calibrated(own) - own.truth) ** 2 for own in given])
+    known = np.isfinite(squares[0])
+    if not known.any():
+        return None
+    return Brier(scores.by, len(np.unique(scores.group[known])), *squares[:, known].mean(1).tolist())
+
 # %% ../../../nbs/detector/metrics/metrics.ipynb #de000010
 def conformal_threshold(
     score: np.ndarray,  # [m] of recordings without a leak

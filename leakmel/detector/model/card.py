@@ -18,7 +18,7 @@ from leakmel.core.errors import show_path
 from leakmel.core.parameters import check_types, field_kinds
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.data.splits import LEAKY_SPLIT, recordings_table
-from leakmel.detector.metrics.metrics import HeldOutScores
+from leakmel.detector.metrics.metrics import Brier, HeldOutScores
 from leakmel.detector.metrics.significance import Groups, ScoredModel, Verdict, plain
 
 # %% ../../../nbs/detector/model/card.ipynb #ca000004
@@ -129,6 +129,12 @@ def held_out_from_plain(
     return HeldOutScores(score, truth, group, show_path(str(values["by"])), show_path(str(values["method"])))
 
 
+def brier_from_plain(values: Mapping[str, Any]) -> Brier:  # raises TypeError, LookupError, UsageError
+    "Make the Brier scores that a model file stores; their texts can be shown in a terminal."
+    check_types(dict(values), field_kinds(Brier))
+    return Brier(**{**values, "by": show_path(values["by"])})
+
+
 NEVER_EVALUATED = "Never evaluated: how well it detects leaks is unknown"
 
 
@@ -226,32 +232,43 @@ class Provenance:
     # [n] marks of contents, rising
     recordings: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     is_complete: bool = False  # whether that is all of them; False for models and files that do not say
+    # [m] marks of the names of their sensors, rising
+    sensors: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def contains(self, content_digests: Iterable[str | bytes]) -> np.ndarray:  # [n] bool
         "Find the recordings that the detector was trained on by digests of samples; empty: not known."
         return np.isin(_short_digests(content_digests), self.recordings)
 
+    def has_sensors(self, names: Iterable[str]) -> np.ndarray:  # [n] bool
+        "Find the sensors that the detector was trained on by their names; empty: not known."
+        return np.isin(_short_digests(names), self.sensors)
+
     def __or__(self, other: "Provenance") -> "Provenance":
         return Provenance(
-            np.union1d(self.recordings, other.recordings), self.is_complete and other.is_complete
+            np.union1d(self.recordings, other.recordings),
+            self.is_complete and other.is_complete,
+            np.union1d(self.sensors, other.sensors),
         )
 
     def __repr__(self) -> str:
         return f"Provenance({len(self.recordings):,} recordings{'' if self.is_complete else ', and perhaps others'})"
 
 # %% ../../../nbs/detector/model/card.ipynb #508a8552
-def _content_digests(ds: Segments) -> np.ndarray | None:
-    "Digests of the samples of the chosen recordings, empty for silent ones; None where they are not known."
-    if not all("digest" in source.files for source in ds.sources):
+def _texts_of(ds: Segments, needed: str = "digest", column: str = "content") -> np.ndarray | None:
+    "Digests of the samples of the chosen recordings, empty for silent ones, or a column; None where they are not known."
+    if not all(needed in source.files for source in ds.sources):
         return None
-    return recordings_table(ds.sources, progress="none")["content"].to_numpy(object)[np.unique(ds.rows)]
+    return recordings_table(ds.sources, progress="none")[column].to_numpy(object)[np.unique(ds.rows)]
 
 
 def provenance_of(parts: Iterable[Segments]) -> Provenance:
     "Return the provenance of training and validation data, at any level."
-    found = [_content_digests(ds) for ds in parts]
-    marks = _short_digests(digest for own in found if own is not None for digest in own)
-    return Provenance(np.setdiff1d(marks, [0]), all(own is not None for own in found))
+    parts = list(parts)
+    found = [_texts_of(ds) for ds in parts]
+    given = (found, [_texts_of(ds, "sensor", "sensor") for ds in parts])
+    marks = [_short_digests(text for own in texts if own is not None for text in own) for texts in given]
+    recordings, sensors = (np.setdiff1d(own, [0]) for own in marks)
+    return Provenance(recordings, all(own is not None for own in found), sensors)
 
 # %% ../../../nbs/detector/model/card.ipynb #678177e5
 @dataclass(frozen=True)
@@ -275,7 +292,7 @@ class Overlap:
 # %% ../../../nbs/detector/model/card.ipynb #5cd511c6
 def find_overlap(provenance: Provenance, testing: Segments) -> Overlap | None:
     "Count the recordings that a detector was trained on; None: the data sets do not say what is in them."
-    content_digests = _content_digests(testing)
+    content_digests = _texts_of(testing)
     if content_digests is None:
         return None
     n_in_training = int(provenance.contains(content_digests).sum())

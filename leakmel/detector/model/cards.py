@@ -75,6 +75,18 @@ A recording is classified as a leak from a score of {{ "{:.3f}".format(d.thresho
 Probabilities are calibrated ({{ calibration.method }}) on {{ n }} held-out recordings, of which {{ "{:.0f}".format(100 * calibration.share) }} % are leaks.
 Where leaks are rarer, the probabilities are too high.
 {% endif %}
+{% if d.reliability %}
+
+| recordings held out by | groups | Brier score of the probabilities | of the share of leaks |
+|---|---|---|---|
+{% for b in d.reliability %}
+| {{ b.by }} | {{ b.groups }} | {{ "{:.3f}".format(b.score) }} | {{ "{:.3f}".format(b.base) }} |
+{% endfor %}
+{% if not d.reliability[-1].is_useful %}
+
+On a new {{ d.reliability[-1].by }} the probability says less than the share of leaks: `predict` prints none for recordings of new sensors.
+{% endif %}
+{% endif %}
 {% else %}
 Alarm budgets and probabilities are not available: there are no held-out scores.
 {% endif %}

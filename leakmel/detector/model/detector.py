@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from leakmel.core.errors import DataError, LeakmelError, MachineError, UsageError, require_count, show_path
 from leakmel.core.files import write_whole
 from leakmel.detector.data.segments import Segments, Task, open_loader
-from leakmel.detector.metrics.metrics import UNCHOSEN, VOTES, HeldOutScores, vote_scores
+from leakmel.detector.metrics.metrics import UNCHOSEN, VOTES, Brier, HeldOutScores, brier_score, vote_scores
+from leakmel.detector.metrics.significance import Groups
 from leakmel.detector.model import card
 from leakmel.detector.model.files import AdaptiveBatches, load_plain, memory_guard, plain_bytes, require_kind
 from leakmel.detector.model.net import LeakNet, NetSettings
@@ -164,6 +165,8 @@ class Detector:
     # of its vote, on recordings that were not trained on; None: not known
     held_out: HeldOutScores | None = None
     evaluations: tuple[card.EvaluationRecord, ...] = ()  # of this classifier
+    # Brier scores, on recordings of known groups before those of new ones; empty: not known
+    reliability: tuple[Brier, ...] = ()
 
     def __post_init__(self):
         is_share = isinstance(self.share, Real) and not isinstance(self.share, bool) and 0 < self.share <= 1
@@ -253,6 +256,18 @@ class Detector:
         """
         return vote_scores(segment_scores, vote or self.vote, self.share)
 
+    def with_held_out(
+        self,
+        segment_scores: np.ndarray,  # [n, L], of recordings that were not trained on
+        is_leak: np.ndarray,  # [n] bool
+        groups: Groups,
+        method: str,
+    ) -> "Detector":
+        "Add scores of recordings that were not trained on, by the detector's own rule, and their Brier score."
+        score = np.clip(self.recording_scores(segment_scores), 0, 1)
+        held_out = HeldOutScores(score, is_leak, groups.code.astype(np.int64), groups.by, method)
+        return replace(self, held_out=held_out, reliability=tuple(filter(None, [brier_score(held_out)])))
+
     def save(self, path: str | os.PathLike, *, sync: bool = True) -> Path:
         """Write the detector to a file, as a whole or not at all; `sync`: wait for the disk.
 
@@ -265,6 +280,7 @@ class Detector:
             "task": asdict(self.task),
             "spec": self.spec and self.spec.to_dict(),
             "evaluations": [asdict(e) for e in self.evaluations],
+            "reliability": [asdict(b) for b in self.reliability],
         }
         values = {
             "format": FORMAT,
@@ -273,6 +289,7 @@ class Detector:
             "seen": {
                 "recordings": torch.from_numpy(self.provenance.recordings),
                 "is_all": self.provenance.is_complete,
+                "sensors": torch.from_numpy(self.provenance.sensors),
             },
         }
         if self.held_out is not None:
@@ -345,10 +362,13 @@ def load_detector(
                 task=_settings_from_plain(Task, head["task"]),
                 spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
                 provenance=card.Provenance(
-                    np.setdiff1d(seen["recordings"].numpy(), [0]), seen["is_all"] is True
+                    np.setdiff1d(seen["recordings"].numpy(), [0]),
+                    seen["is_all"] is True,
+                    np.setdiff1d(seen.get("sensors", torch.empty(0, dtype=torch.int64)).numpy(), [0]),
                 ),
                 held_out=card.held_out_from_plain(values.get("held_out")),
                 evaluations=tuple(map(card.record_from_plain, head["evaluations"])),
+                reliability=tuple(map(card.brier_from_plain, head.get("reliability", []))),
                 **{name: head[name] for name in _PLAIN_FIELDS},
             )
     except (DataError, MachineError):

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -24,15 +25,25 @@ from threadpoolctl import threadpool_limits
 
 from leakmel import __version__
 from leakmel.core.cluster import Cluster, open_cluster, run_tasks
-from leakmel.core.errors import DataError
+from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import read_own, sealed, write_whole
 from leakmel.core.monitor import free_memory, usable_cores
 from leakmel.core.progress import Progress
 from leakmel.core.threads import safe_module_path
 from leakmel.detector.data.segments import Segments
-from leakmel.detector.data.splits import Group, divide_groups, join_groups, label_counts, recordings_of
+from leakmel.detector.data.splits import (
+    Group,
+    divide_groups,
+    group_name,
+    group_values,
+    join_groups,
+    label_counts,
+    recordings_of,
+    recordings_table,
+)
 from leakmel.detector.metrics import significance as stats
 from leakmel.detector.metrics.metrics import (
+    Brier,
     DecisionRule,
     HeldOutScores,
     choose_rule,
@@ -68,6 +79,28 @@ def joined_groups(
     return stats.Groups(
         found.by, code, names, "; ".join(filter(None, [found.note, text if n_joined else ""]))
     )
+
+
+def find_grouping(
+    table: pd.DataFrame,  # of `recordings_table`, a row for each recording
+    name: str,  # "recording", a column (also of extra/), "date" or "re:..."
+) -> tuple[stats.Groups, dict[str, str]]:  # raises UsageError for a wrong pattern
+    "Group recordings by a name; where there are no groups, return also the code and the reason, a sentence."
+    if name == "recording":
+        paths = table["path"] if "path" in table else [f"recording {k}" for k in range(len(table))]
+        return joined_groups(table, stats.Groups(name, np.arange(len(table)), tuple(paths))), {}
+    none = stats.Groups("", np.zeros(0, np.int64), ())
+    try:
+        values = group_values(table, name, missing="one")
+    except UsageError as e:
+        if e.code != "unknown-column":
+            raise
+        return none, {"code": e.code, "reason": f"The recordings have no column {show_path(name)}."}
+    n = int(np.count_nonzero(values == ""))
+    if n == len(values):
+        return none, {"code": "no-group", "reason": f"No recording has a {group_name(name)}."}
+    note = f"{n:,} of {len(values):,} recordings have no {group_name(name)} and form one group"
+    return joined_groups(table, stats.encode_groups(name, values, note if n else "")), {}
 
 
 def make_folds(
@@ -529,10 +562,13 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
         learned = np.setdiff1d(np.arange(len(truth)), held_out)
         for name, values in spectral.fold_baselines(features, truth, learned, held_out, seed).items():
             scores[name][mine] = values
-        others = ~mine if choice.n_folds > 1 else mine  # one part of many recordings chooses its own rule
+    # no recording has a part in the choice of its rule: of one part of many recordings, neither have others of its group
+    parts = choice.fold if choice.n_folds > 1 else choice.groups.code % 5
+    for k in np.unique(parts):
+        mine = parts == k
         rule = choose_rule(
-            truth[choice.scored[others]],
-            choice.segment_scores[others],
+            truth[choice.scored[~mine]],
+            choice.segment_scores[~mine],
             trainer.settings.vote,
             trainer.settings.vote_share,
         )
@@ -549,6 +585,24 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
         found["verdict"],
         found["cautions"],
     )
+
+
+def _reliability(detector: Detector, trainer: FoldTrainer) -> tuple[Brier, ...]:
+    "Brier scores of a spectral detector by recording, by the groups of its folds, and by site where these are enough; of others by the groups."
+    training = trainer.data.training
+    own = cast(HeldOutScores, detector.held_out).by
+    found = dict.fromkeys(("recording", own, "site"), ()) | {own: detector.reliability}
+    table = recordings_table(training.sources, progress="none").iloc[training.rows].reset_index(drop=True)
+    for name in ("recording", "site") if detector.kind == "spectral" else ():
+        groups, left_out = find_grouping(table, name)
+        if name != own and not left_out and (name != "site" or len(groups) >= stats.MIN_GROUPS):
+            choice = choose_kind(trainer, groups=groups, detector="spectral", seed=trainer.settings.seed)
+            if choice is not None:
+                truth = trainer.ds.is_leak[choice.scored]
+                found[name] = detector.with_held_out(
+                    choice.segment_scores, truth, choice.groups, name
+                ).reliability
+    return tuple(chain.from_iterable(found.values()))
 
 
 def with_decision(
@@ -584,11 +638,6 @@ def with_decision(
         rule = choose_rule(is_leak, segments, settings.vote, settings.vote_share, source)
         detector = replace(detector, **rule.options())
     group = np.concatenate([np.array(groups.names)[groups.code] for _, _, groups, _ in found])
-    held_out = HeldOutScores(
-        np.clip(detector.recording_scores(segments), 0, 1),
-        is_leak,
-        np.unique(group, return_inverse=True)[1].astype(np.int64),
-        (found[0][2] if trainer is None else trainer.groups).by,
-        source,
-    )
-    return replace(detector, held_out=held_out, evaluations=evaluations)
+    groups = stats.encode_groups((found[0][2] if trainer is None else trainer.groups).by, group)
+    detector = replace(detector.with_held_out(segments, is_leak, groups, source), evaluations=evaluations)
+    return detector if trainer is None else replace(detector, reliability=_reliability(detector, trainer))
