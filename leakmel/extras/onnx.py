@@ -611,6 +611,7 @@ def metadata_of(
         "classes": list(detector.task.model_names),
         "mel_spec": spec.to_dict(),
         "calibration": None if calibration is None else asdict(calibration),
+        "reliability": [asdict(b) for b in detector.reliability],
         "check": asdict(check),
         "int8": None if int8 is None else asdict(int8),
     }

@@ -39,7 +39,14 @@ from leakmel.core.progress import Progress, per_second
 from leakmel.core.store import Folder, output_path
 from leakmel.dataset.schema import Rejected
 from leakmel.detector.data.segments import LENGTHS, covered_samples
-from leakmel.detector.metrics.metrics import VOTES, Calibration, alarm_threshold, fit_calibration, vote_scores
+from leakmel.detector.metrics.metrics import (
+    VOTES,
+    Brier,
+    Calibration,
+    alarm_threshold,
+    fit_calibration,
+    vote_scores,
+)
 from leakmel.detector.model.card import EvaluationRecord, Provenance, evaluation_result, evaluation_text
 from leakmel.detector.model.detector import Detector, load_detector, required_spec
 from leakmel.detector.model.files import model_file, pick_device, require_kind
@@ -386,6 +393,9 @@ class Predictions:
     learned_by: str = ""  # identity of the engine that computed the training data
     calibration: Calibration | None = None  # calibration of the scores of the voting rule
     evaluations: tuple[EvaluationRecord, ...] = ()  # evaluations that the model file stores
+    reliability: tuple[Brier, ...] = ()  # Brier scores of the probabilities, of known groups before new ones
+    # [n] bool: no probability, because that of recordings of new groups is no better than the share of leaks
+    withheld: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.scored)
@@ -423,6 +433,8 @@ class Predictions:
         s, spec, facts, score = self.scored, self.spec, self.scored.facts[part], self.score[part]
         n, lengths = len(score), s.segment_scores.n_segments[part]
         probability = np.full(n, np.nan) if self.calibration is None else self.calibration.probability(score)
+        if self.withheld is not None:
+            probability = np.where(self.withheld[part], np.nan, probability)
         in_training = s.in_training[part]
         paths = path_columns(s.paths[part])
         flags = {name: values[part] for name, values in self._flags.items()}
@@ -547,6 +559,8 @@ class Predictions:
             "flags": flags,
             "rule": asdict(self.rule),
             "calibration": None if c is None else {"method": c.method, "n": c.n, "leak_share": c.share},
+            "reliability": [asdict(b) for b in self.reliability],
+            "without_probability": 0 if self.withheld is None else int(self.withheld.sum()),
             "length": self.length,
             "spec": self.spec.to_dict(),
             "engine": self.engine,
@@ -579,8 +593,11 @@ class Predictions:
             most.append(f"  {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {path:<{room}}  {found}")
         reasons = ", ".join(f"{n:,} x {code}" for code, n in s["rejected_by_code"].items())
 
+        brier = f"; Brier score {', '.join(map(str, self.reliability))}"
+        if n_without := s["without_probability"]:
+            brier += f": no probability for {n_without:,} recordings of new sensors"
         notes = {  # line -> whether it applies
-            f"Detector: {s['evaluation']}": True,
+            f"Detector: {s['evaluation']}{brier if self.calibration and self.reliability else ''}": True,
             "the model does not store its training recordings: some of these recordings may be among them": (
                 s["in_training"] is None
             ),
@@ -788,7 +805,10 @@ def predict(
         learned_by=detector.engine,
         calibration=None if own is None else fit_calibration(own),
         evaluations=detector.evaluations,
+        reliability=detector.reliability,
     )
+    if done.calibration and not all(brier.is_useful for brier in detector.reliability[-1:]):
+        done = replace(done, withheld=~detector.provenance.has_sensors(scored.sensor.tolist()))
     if target is not None:
         done.write(target, all_columns=all_columns)
         done = replace(done, seconds=time.perf_counter() - began)
