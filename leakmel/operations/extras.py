@@ -72,7 +72,9 @@ NOTEBOOKS = Path(lm.__file__).parent / "notebooks"  # installed with the package
 
 def start_kinds() -> Kinds:
     "Return the names and types of the parameters of start.ipynb."
-    paths = dict.fromkeys(("data_root", "table", "labels", "group", "new_recordings", "out"), (str, None))
+    paths = dict.fromkeys(
+        ("data_root", "table", "pattern", "labels", "group", "new_recordings", "out"), (str, None)
+    )
     words = dict.fromkeys(("columns", "leak_label", "detector", "device"), (str,))
     return {**paths, **words, "sample_rate": (int, None), "duration_s": (float, None)}
 
@@ -770,25 +772,24 @@ class Nightly(Operation):
 
     def plan(self, run: Run) -> DetectorPlan:
         "Find recordings, detector and state folder."
-        model, _, plan = plan_scoring(self, run)
+        model, detector, plan = plan_scoring(self, run)
         state = user_path(self.state) if self.state else runs_folder() / "nightly"
         budget = f"{self.budget:g} false visits per 100 sensor-nights, {self.audits} audits"
         given = {
             **plan.given,
-            "model": model,
+            "model": detector or model,
             "state": state,
             **values_of(self, "budget audits visited reference time_from device"),
         }
-        return DetectorPlan({**plan.inputs, "budget": budget}, state, given)
+        return DetectorPlan({**plan.inputs, "budget": budget}, state, given, {"model": model})
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Score, and write the tables and summary.json into the state folder."
         done = lm.nightly(**plan.given, progress=run.progress)
         body = {"ok": True} | done.summary
         write_summary(plan.out, body)
-        text = run.answer(
-            [done.text()], next=f"leakmel review FOLDER --model {shlex.quote(show_path(plan.given['model']))}"
-        )
+        places = map(show_path, (plan.given["folder"], "--model", plan.files["model"]))
+        text = run.answer([done.text()], next=shlex.join(["leakmel", "review", *places]))
         return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
 
 # %% ../../nbs/operations/extras.ipynb #7f3efe20

@@ -164,6 +164,7 @@ class Detector:
     # of its vote, on recordings that were not trained on; None: not known
     held_out: HeldOutScores | None = None
     evaluations: tuple[card.EvaluationRecord, ...] = ()  # of this classifier
+    path: str = "a detector in memory"  # the file it was read from, as it is displayed
 
     def __post_init__(self):
         is_share = isinstance(self.share, Real) and not isinstance(self.share, bool) and 0 < self.share <= 1
@@ -349,6 +350,7 @@ def load_detector(
                 ),
                 held_out=card.held_out_from_plain(values.get("held_out")),
                 evaluations=tuple(map(card.record_from_plain, head["evaluations"])),
+                path=show_path(os.path.abspath(path)),
                 **{name: head[name] for name in _PLAIN_FIELDS},
             )
     except (DataError, MachineError):

@@ -169,10 +169,8 @@ class Rule:
 # %% ../../../nbs/detector/predict/predict.ipynb #11e7b3c5
 def detector_of(model: str | os.PathLike | Detector) -> tuple[Detector, str]:
     "Load a detector unless it is one; return also where it comes from. Raises DataError."
-    if isinstance(model, Detector):
-        return model, "a detector in memory"
-    file = model_file(model)
-    return load_detector(file), show_path(os.path.abspath(file))
+    detector = model if isinstance(model, Detector) else load_detector(model_file(model))
+    return detector, detector.path
 
 
 def rule_of(
@@ -560,8 +558,8 @@ class Predictions:
             "rejected_out": None if self.out is None else show_path(rejected_path(self.out)),
         }
 
-    def text(self, width: int = 100, full: bool = False) -> str:
-        "Return the answer as text: how many are leaks, the most suspicious, and what to know of the scores; with `full` all of the summary."
+    def text(self, width: int = 100, full: bool = False, report: str = "") -> str:
+        "Return the answer as text: how many are leaks, the most suspicious, the page if there is one, and what to know of the scores; with `full` all of the summary."
         s = self.summary
         share = f" ({100 * s['leaks'] / len(self):.0f} %)" if len(self) else ""
         n_learned = s["in_training"] or 0
@@ -584,6 +582,7 @@ class Predictions:
             ),
             f"{learned}: such scores do not show how it works on other recordings": n_learned,
             f"rejected: {reasons}": reasons,
+            f"report: {report}": report,
         }
         lines = [note for note, applies in notes.items() if applies]
         n_most = 4 - len(lines)  # of an answer of five lines
