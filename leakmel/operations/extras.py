@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import leakmel as lm
-from leakmel.core.errors import DataError, OutputError, UsageError, explain, missing_remedy, show_path
+from leakmel.core.errors import (
+    DataError,
+    OutputError,
+    UsageError,
+    explain,
+    install_command,
+    missing_remedy,
+    show_path,
+)
 from leakmel.core.files import replacing
 from leakmel.core.operation import (
     Operation,
@@ -68,6 +76,7 @@ def check_report(path: str) -> Path:
 
 # %% ../../nbs/operations/extras.ipynb #093ce7e2
 NOTEBOOKS = Path(lm.__file__).parent / "notebooks"  # installed with the package
+LAB = NOTEBOOKS.with_name("lab")  # settings of JupyterLab: no question about news
 
 
 def start_kinds() -> Kinds:
@@ -94,14 +103,16 @@ class WorkingFolder:
             "folder": show_path(self.folder),
             "created": list(self.created),
             "kept": list(self.kept),
-            "next": f"jupyter lab {shlex.quote(show_path(self.folder))} --LabApp.news_url=None",
+            "next": shlex.join(
+                ["jupyter", "lab", show_path(self.folder), f"--LabApp.app_settings_dir={LAB}"]
+            ),
         }
 
     def __repr__(self) -> str:
         notes = {
             f"  existing notebooks were not changed: {', '.join(self.kept)}": self.kept,
             "  To get a new copy of one, rename it and run the command again.": self.kept,
-            "JupyterLab is not installed. Install it: pip install 'leakmel[learn,notebook]'": (
+            f"JupyterLab is not installed. Install it: {install_command('learn', 'notebook')}": (
                 importlib.util.find_spec("jupyterlab") is None
             ),
             "In JupyterLab, open start.ipynb and run its cells.": True,

@@ -456,8 +456,9 @@ def unused_tables_text(folder: Path, given: Mapping[str, Any], how: str) -> Iter
     "Name the tables of `unused_tables` in sentences; `how` says how to give a parameter: `add --{} {}`."
     for kind, file, where, columns in unused_tables(folder, given):
         way = how if kind in given else "leakmel build uses it with --{}"
+        columns = columns and (how.format("columns", columns) if kind in given else f"--columns {columns}")
         root = f", and give the folder {show_path(where)}" if where == folder.parent else ""
-        more = f" and {how.format('columns', columns)}" if columns else ""
+        more = f" and {columns}" if columns else ""
         yield f"{show_path(file)} {_OF_PEOPLE[kind]} and is not used: {way.format(kind, show_path(file))}{more}{root}"
 
 # %% ../../nbs/recordings/labels.ipynb #0564b40f

@@ -559,7 +559,7 @@ class Predictions:
         }
 
     def text(self, width: int = 100, full: bool = False, report: str = "") -> str:
-        "Return the answer as text: how many are leaks, the most suspicious, the page if there is one, and what to know of the scores; with `full` all of the summary."
+        "Return the answer as text: how many are leaks, the most suspicious, the page, and what to know of the scores; with `full` all of the summary."
         s = self.summary
         share = f" ({100 * s['leaks'] / len(self):.0f} %)" if len(self) else ""
         n_learned = s["in_training"] or 0

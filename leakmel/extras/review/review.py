@@ -24,7 +24,14 @@ from markupsafe import Markup
 
 import leakmel
 from leakmel.core.comparison import match_texts, text_key
-from leakmel.core.errors import DataError, LeakmelError, MissingPackageError, UsageError, show_path
+from leakmel.core.errors import (
+    DataError,
+    LeakmelError,
+    MissingPackageError,
+    UsageError,
+    install_command,
+    show_path,
+)
 from leakmel.core.files import write_errors
 from leakmel.core.operation import run_folder, user_path
 from leakmel.core.parameters import Kinds
@@ -874,14 +881,14 @@ def lab_command(
         raise MissingPackageError(
             "JupyterLab is not installed",
             code="missing-package",
-            remedy="install it: pip install 'leakmel[learn,notebook]'",
+            remedy=f"install it: {install_command('learn', 'notebook')}",
         )
     return [
         *(sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1"),
         f"--ServerApp.root_dir={notebook.parent}",
         f"--LabApp.default_url=/doc/tree/{notebook.name}",
         "--LabApp.expose_app_in_browser=True",  # for the cell that starts the page
-        "--LabApp.news_url=None",  # no question about news
+        f"--LabApp.app_settings_dir={Path(leakmel.__file__).parent / 'lab'}",  # no question about news
         *(["--allow-root"] if os.geteuid() == 0 else []),
         *([] if browser else ["--no-browser"]),
     ]
