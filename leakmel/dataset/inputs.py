@@ -470,7 +470,6 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             code="no-label-folders",
             path=manifest.root,
             found=f"{', '.join(map(errors.show_path, manifest.label_names[:6]))}, each with label folders: {', '.join(deeper[:6])}",
-            expected="label folders in the folder, or in TRAINING, VALIDATION and TESTING",
             remedy=f"name the labels by the pattern {LABELS_DEEPER!r} (--pattern), or give one of these folders",
         )
     if twins := [name for name, n in Counter(map(errors.show_path, manifest.label_names)).items() if n > 1]:
