@@ -116,12 +116,16 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         "Raise UsageError with one line that says what is wrong."
         known = [o.removeprefix("--") for o in (*self._option_string_actions, *" ".join(self.also).split())]
-        for word in re.findall(r"--([\w-]+)", message) if message.startswith("unrecognized") else []:
-            message = f"unknown option --{word}: " + (
+        texts = [
+            f"unknown option --{word}: "
+            + (
                 "options follow the command"
                 if word in known
                 else answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
             )
+            for word in re.findall(r"--([\w-]+)", message if message.startswith("unrecognized") else "")
+        ]
+        message = "; ".join(texts) or message
         if wrong := re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):
             names = re.findall(r"[\w@-]+", wrong[3])
             shown = "unknown command" if wrong[1] == "COMMAND" else f"{wrong[1]}, one of {', '.join(names)}"

@@ -11,8 +11,10 @@ import difflib
 import errno
 import os
 import re
+from collections.abc import Iterable
 from importlib import import_module
 from itertools import islice
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,30 @@ class RecordingError(DataError):
         self.offset = offset
         self.message = message if offset is None else f"{message} (byte {offset})"
         super().__init__(self.message, code=reject_code.replace("_", "-"), path=path, remedy=remedy)
+
+# %% ../../nbs/core/errors.ipynb #rc000002
+def require_choice(
+    message: str,
+    value: object,
+    choices: Iterable[object],
+    *,
+    code: str = "unknown-choice",
+    error: type[LeakmelError] = UsageError,
+) -> None:
+    "Raise an error where a value is none of the choices; it names all of them."
+    known = [*choices]
+    if value not in known:
+        raise error(message, code=code, found=repr(value), expected=", ".join(map(str, known)))
+
+
+def require_count(
+    name: str, value: object, least: int = 1, most: int | None = None, *, code: str = "out-of-range"
+) -> None:
+    "Raise UsageError where a value is no whole number of at least `least` and at most `most`."
+    is_count = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_count or not least <= value <= (value if most is None else most):  # type: ignore[operator]
+        limits = f"of at least {least:,}" if most is None else f"from {least:,} to {most:,}"
+        raise UsageError(f"{name} must be a whole number {limits}", code=code, found=repr(value))
 
 # %% ../../nbs/core/errors.ipynb #5c1d7ea0
 _CAUSES = (  # names of errors, what to do where the path is read, and where it is written ("": the same)

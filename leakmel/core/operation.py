@@ -106,7 +106,8 @@ class Run:
         "Return an answer: at most five lines, or with `full` all of them and the rest, and the next command."
         shown, more = ([x for x in "\n".join(part).splitlines() if x] for part in (lines, rest))
         more = shown[5:] + more
-        ended = more if self.full else [f"({len(more):,} more lines: --full)"] * bool(more)
+        # a notebook has no option
+        ended = more if self.full or self.keeps else [f"({len(more):,} more lines: --full)"] * bool(more)
         return wrap_text("\n".join([*shown[:5], *ended, *[f"next: {next}"] * bool(next)]), self.width)
 
 

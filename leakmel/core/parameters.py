@@ -56,7 +56,7 @@ data | output_dir, out_dir | out |
 training | num_workers, persistent_workers | | there are no worker processes
 training | prefetch_factor, pin_memory | | rows are in memory, or a thread reads ahead
 training | batch_size | batch_size |
-training | gradient_accumulation_steps | accumulation | batches whose gradients are added before a step
+training | gradient_accumulation_steps | accumulate_batches | batches whose gradients are added before a step
 training | use_compile | use_compile |
 training | compile_mode | | torch compiles in its default mode
 training | use_channels_last | channels_last |

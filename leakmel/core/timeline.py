@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.core.errors import DataError, UsageError
+from leakmel.core.errors import DataError, require_choice
 from leakmel.core.progress import per_second, size_text
 
 # %% ../../nbs/core/timeline.ipynb #c83894d6
@@ -233,6 +233,7 @@ META: dict[str, str] = {
     "settings": "fields of PipelineConfig as given",
     "workers": "threads, batch size and slots that were used",
     "spec": "fields of the MelSpec",
+    "segments_per_file": "number of short segments in a row",
     "check": "number of rows to recompute, null for all",
     "with_waveforms": "whether waveforms were stored",
     "inflow": "by split: bytes requested from files, bytes read from storage, state of the page cache, prefetched files",
@@ -391,6 +392,7 @@ def queue_stats(timeline: Timeline, split: str | None = None) -> dict[str, tuple
 
 
 _STAGE_TABLE_NOTE = """Total is the sum over parallel lanes. Exclusive divides each instant between the busy lanes, so its sum is the wall time.
+Mean and max are of one span: for read, compute and write, of one batch.
 MB/s is 10^6 bytes per second of the time in which the stage ran in any lane."""
 
 
@@ -417,10 +419,15 @@ def stage_table(timeline: Timeline, split: str | None = None) -> str:
             )
             rows.append((name, *(form.format(value) if value else "" for form, value in values)))
     rows.append(("sum", *[""] * 6, f"{wall_s:.3f}", percent_text(wall_s, wall_s)))
-    queues = [
+    lines = [
         f"{name}: mean {x:.2f}, max {most:g}" for name, (x, most) in queue_stats(timeline, split).items()
     ]
-    return "\n".join([aligned(rows), *queues, _STAGE_TABLE_NOTE])
+    computing = [s for s in spans if s.stage == "compute"]
+    if active_s := covered_s(computing):
+        rate = sum(s.n_files for s in computing) / active_s
+        segments = f", {rate * n:,.0f} segments/s" if (n := timeline.meta.get("segments_per_file")) else ""
+        lines.append(f"engine, while it computed ({active_s:.3f} s): {per_second(rate)}{segments}")
+    return "\n".join([aligned(rows), *lines, _STAGE_TABLE_NOTE])
 
 # %% ../../nbs/core/timeline.ipynb #3bb7a1d5
 _POOL = re.compile(r"(worker|reader|engine|writer|loader)-\d+")
@@ -703,13 +710,7 @@ def is_short_run(timeline: Timeline) -> bool:
 
 def check_analysis(analysis: str) -> None:
     "Check how much `analysis_text` prints; raises UsageError."
-    if analysis not in ANALYSES:
-        raise UsageError(
-            "the parameter analysis has an unknown value",
-            code="out-of-range",
-            found=repr(analysis),
-            expected=", ".join(ANALYSES),
-        )
+    require_choice("the parameter analysis has an unknown value", analysis, ANALYSES, code="out-of-range")
 
 
 def analysis_text(
@@ -727,11 +728,19 @@ def analysis_text(
     check_analysis(analysis)
     if analysis == "none":
         return ""
-    lines = "\n\n".join(map(str, analyse_run(timeline, summaries))).splitlines()
     if analysis == "auto" and is_short_run(timeline):
         found = analyse(_without_imports(timeline), summary=next(iter(summaries), None))
         n_read = sum(s.get("found", 0) - s.get("kept_files", 0) for s in summaries)
         rate = f", {per_second(n_read / found.wall_s)} ({n_read:,} files)" if n_read and found.wall_s else ""
         head = f'Performance: {found.wall_s:.2f} s{rate}. Full analysis: analysis="full"'
-        lines = list(dict.fromkeys([head, found.limit_text, found.advice[0]]))
-    return "\n".join(textwrap.fill(line, width, subsequent_indent=4 * " ") for line in lines)
+        return _wrapped("\n".join(dict.fromkeys([head, found.limit_text, found.advice[0]])), width)
+    all_found = analyse_run(timeline, summaries)
+    splits = [None, *(found.title for found in all_found[1:])]
+    return "\n\n".join(
+        f"{_wrapped(str(found), width)}\n\n{stage_table(timeline, split)}"
+        for found, split in zip(all_found, splits, strict=True)
+    )
+
+
+def _wrapped(text: str, width: int) -> str:
+    return "\n".join(textwrap.fill(line, width, subsequent_indent=4 * " ") for line in text.splitlines())

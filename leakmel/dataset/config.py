@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from leakmel.core.errors import DataError, OutputError, UsageError, show_path
+from leakmel.core.errors import DataError, OutputError, UsageError, require_choice, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.monitor import machine_facts, usable_cores, wsl_version
 from leakmel.core.parameters import check_types, field_choices, field_kinds
@@ -98,13 +98,7 @@ class PipelineConfig:
                 )
         for name, choices in field_choices(type(self)).items():
             value = getattr(self, name)
-            if value not in choices:
-                raise UsageError(
-                    f"{name} has an unknown value",
-                    code="unknown-choice",
-                    found=repr(value),
-                    expected=" or ".join(choices),
-                )
+            require_choice(f"{name} has an unknown value", value, choices)
 
 # %% ../../nbs/dataset/config.ipynb #2376d7a1
 @dataclass(frozen=True)

@@ -120,10 +120,7 @@ class BuildRequest:
                     found=repr(value),
                     expected=getattr(kind, "__name__", str(kind)),
                 )
-        if mode not in MODES:
-            raise errors.UsageError(
-                "the mode is unknown", code="unknown-mode", found=repr(mode), expected=" or ".join(MODES)
-            )
+        errors.require_choice("the mode is unknown", mode, MODES, code="unknown-mode")
         if ready is not None and mode not in ("auto", ready.choice.used, ready.choice.asked):
             raise errors.UsageError(
                 "the requested mode differs from the mode of the preloaded recordings",

@@ -433,17 +433,22 @@ def result_of(
                 write_timeline(timeline, new, split=job.split)
         seconds = published_s - started + timeline.now_s() - began  # the user waits for the report too
         summary = _split_summary(run, job, report, seconds, import_s, samples, noted)
+        listed = map(asdict, problems.first_of_each_kind(noted))
         if not job.is_up_to_date:
-            lists = {"rejected_files": map(loader.rejected_dict, rejected), "problems": map(asdict, noted)}
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            _write_report(report_path, lists, summary | {"created_at_utc": now})
-        elif not all(x.is_up_to_date for x in jobs):  # copies of its recordings may be new in other splits
+            summary["created_at_utc"] = datetime.now(UTC).isoformat(timespec="seconds")
+            lists = {"rejected_files": map(loader.rejected_dict, rejected), "problems": listed}
+            _write_report(report_path, lists, summary)
+        else:
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 body = read_own_json(report_path)
-                lists = {"rejected_files": body.pop("rejected_files"), "problems": map(asdict, noted)}
+                summary["created_at_utc"] = body["created_at_utc"]
+                lists = {"rejected_files": body.pop("rejected_files"), "problems": listed}
                 del body["problems"]
                 body["problems_by_kind"] = summary["problems_by_kind"]
-                _write_report(report_path, lists, body)
+                if not all(
+                    x.is_up_to_date for x in jobs
+                ):  # copies of its recordings may be new in other splits
+                    _write_report(report_path, lists, body)
     except OutputError as e:
         raise type(e)(
             "the data set is complete, but its report or timeline could not be written",
@@ -496,7 +501,6 @@ def earlier_result(target: Path) -> BuildResult | None:
             remedy="build it again with --fresh",
         )
     seconds = timeline.now_s()
-    body.pop("created_at_utc", None)
     now = {
         "nothing_to_do": True,
         "kept_files": found,

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/dataset/targets.ipynb #tg000100
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -422,6 +423,7 @@ def open_context(
             "settings": asdict(config),
             "workers": asdict(workers),
             "spec": decision.spec.to_dict(),
+            "segments_per_file": math.prod(decision.spec.row_shape[:2]),
             "check": request.check,
             "with_waveforms": request.with_waveforms,
             "machine": machine_facts(),

@@ -322,13 +322,8 @@ def _compare_rows(
 # %% ../../nbs/dataset/verify.ipynb #5d21f4bc
 def check_sample(sample: int | None) -> None:
     "Check a number of rows; raises UsageError."
-    is_number = isinstance(sample, (int, np.integer)) and not isinstance(sample, bool)
-    if sample is not None and not (is_number and sample >= 0):
-        raise errors.UsageError(
-            "the number of rows to recompute must be 0 or more, or None for all rows",
-            code="usage",
-            found=repr(sample),
-        )
+    if sample is not None:
+        errors.require_count("the number of rows to recompute", sample, 0, code="usage")
 
 
 def _recordings_folder(

@@ -26,7 +26,7 @@ import h5py
 import numpy as np
 
 from leakmel.core import export
-from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
+from leakmel.core.errors import DataError, missing_remedy, require_choice, show_path
 from leakmel.core.files import digest_of_file, read_own_json
 from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
@@ -687,10 +687,7 @@ def export_dataset(
     progress: str = "auto",  # as for `core.progress.Progress`
 ) -> export.ExportResult:  # raises LeakmelError
     "Export a data set in an open format; every value is read back and compared before the folder gets its name."
-    if to not in _WRITERS:
-        raise UsageError(
-            "the export format is unknown", code="unknown-choice", found=repr(to), expected=", ".join(FORMATS)
-        )
+    require_choice("the export format is unknown", to, _WRITERS)
     write, package = _WRITERS[to]
     if package:
         export.require_package(package)

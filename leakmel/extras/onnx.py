@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from leakmel import __version__
-from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.errors import DataError, UsageError, require_count, show_path
 from leakmel.core.export import require_package
 from leakmel.core.files import write_whole
 from leakmel.core.store import LocalCopies, output_path
@@ -677,8 +677,7 @@ def export_onnx(
 
     Raises LeakmelError: DataError where scores differ by more than the tolerance; no file is written then.
     """
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise UsageError("most must be a whole number of at least 1", code="out-of-range", found=repr(most))
+    require_count("most", most)
     if int8 and recordings is None:
         raise UsageError(
             "int8 needs a folder of typical recordings (recordings=, --recordings)", code="usage"

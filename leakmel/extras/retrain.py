@@ -21,7 +21,7 @@ import pandas as pd
 
 from leakmel import __version__
 from leakmel.core.comparison import match_texts
-from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.errors import DataError, UsageError, require_choice, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.operation import RowTable, user_path
 from leakmel.core.progress import Progress, announce
@@ -866,8 +866,7 @@ def retrain(
     """Train a challenger on new recordings; it replaces the champion only if it is significantly better.
 
     Comparisons on the test recordings are counted in `out` only; other uses of them are not known."""
-    if resume not in RESUME:
-        raise UsageError("resume is unknown", code="unknown-value", found=resume, expected=", ".join(RESUME))
+    require_choice("resume is unknown", resume, RESUME, code="unknown-value")
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = user_path(out)
     device = files.pick_device(device)

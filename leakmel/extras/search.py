@@ -33,6 +33,7 @@ from leakmel.core.errors import (
     UsageError,
     explain,
     install_command,
+    require_choice,
     show_path,
 )
 from leakmel.core.files import read_own_json, sealed_json, write_whole
@@ -770,8 +771,7 @@ def search(
 ) -> SearchResult:  # raises UsageError, DataError, OutputError, MachineError
     "Search the settings of a training on validation; an interrupted search is resumed. Trials of several processes depend on the order in which they end."
     pruning = {"prune_after": prune_after, "prune_epochs": prune_epochs}
-    if resume not in RESUME:
-        raise UsageError("unknown resume", code="unknown-value", found=resume, expected=", ".join(RESUME))
+    require_choice("unknown resume", resume, RESUME, code="unknown-value")
     _check_numbers({"trials": trials, "again": again, **pruning, "hours": hours})
     began = time.monotonic()
     base = _settings_of_networks(settings)

@@ -30,6 +30,7 @@ from leakmel.core.errors import (
     RecordingError,
     UsageError,
     missing_remedy,
+    require_count,
     show_path,
 )
 from leakmel.core.files import read_own, sealed, write_whole
@@ -580,8 +581,7 @@ class SimilarRecordings:
 
         A recording that cannot be read again has an empty picture. Raises UsageError for another number.
         """
-        if not 1 <= most <= 12:
-            raise UsageError("the figure shows 1 to 12 recordings", code="out-of-range", found=most)
+        require_count("most", most, 1, 12)
         near, spec = self.neighbours[:most], self.among.spec
         mels = [_features_of(self.query, spec, self.length), *self._features(near)]
         longest = max(map(len, mels))
@@ -651,8 +651,7 @@ def similar(
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> SimilarRecordings:  # raises LeakmelError
     "Find the recordings that are most similar to a recording, by exact search."
-    if not isinstance(k, int) or k < 1:
-        raise UsageError("k must be a whole number of at least 1", code="out-of-range", found=repr(k))
+    require_count("k", k)
     path = Path(os.path.abspath(query))
     _require_file(path, "give a WAV file")
     detector = opened_model(model)

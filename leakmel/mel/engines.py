@@ -25,6 +25,7 @@ from leakmel.core.errors import (
     SpecError,
     UsageError,
     missing_package,
+    require_choice,
 )
 from leakmel.core.machine_code import BoundCall
 from leakmel.core.timeline import Timeline
@@ -323,13 +324,7 @@ def open_engine(
                 log_skipped_engine(each, e)
                 why = e
         raise why
-    if name not in ENGINES:
-        raise UsageError(
-            "no engine has this name",
-            code="unknown-engine",
-            found=repr(name),
-            expected=f"auto or {', '.join(ENGINES)}",
-        )
+    require_choice("no engine has this name", name, ("auto", *ENGINES), code="unknown-engine")
     engine = load_class(name)(spec, device=device, options=options)
     try:
         self_check(engine)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from leakmel.core.errors import SpecError
+from leakmel.core.errors import SpecError, require_choice
 from leakmel.recordings.conform import ConformRules, SegmentGrid
 
 # %% ../../nbs/mel/spec.ipynb #f5133487
@@ -254,13 +254,9 @@ def _check_types(spec: MelSpec) -> None:
         # -0.0 becomes 0.0: equal numbers, equal text
         object.__setattr__(spec, name, int(value) if name in _INTS else float(value) + 0.0)
     for name, allowed in _CHOICES.items():
-        if (value := getattr(spec, name)) not in allowed:
-            raise SpecError(
-                f"{name} has an unknown value",
-                code="spec-choice",
-                found=repr(value),
-                expected=" or ".join(map(repr, allowed)),
-            )
+        require_choice(
+            f"{name} has an unknown value", getattr(spec, name), allowed, code="spec-choice", error=SpecError
+        )
 
 # %% ../../nbs/mel/spec.ipynb #c0d698a2
 def _empty_bands(spec: MelSpec, n_mels: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from shlex import quote
 from typing import Any, Literal, cast
 
 import leakmel as lm
-from leakmel.core.errors import DataError, UsageError, missing_remedy, show_path
+from leakmel.core.errors import DataError, UsageError, missing_remedy, require_count, show_path
 from leakmel.core.files import read_own_json
 from leakmel.core.operation import (
     Operation,
@@ -664,13 +664,7 @@ class Predict(Operation):
         "Report what is wrong before the model is read."
         from leakmel.detector.reports import MOST_RECORDINGS
 
-        if not 0 <= self.n_shown <= MOST_RECORDINGS:
-            raise UsageError(
-                "n_shown is out of range",
-                code="out-of-range",
-                found=self.n_shown,
-                expected=f"0 to {MOST_RECORDINGS}",
-            )
+        require_count("n_shown", self.n_shown, 0, MOST_RECORDINGS)
         if not self.report:
             if not run.keeps:
                 refuse_unused({"--n-shown": self.n_shown != 4}, "without --report")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core.errors import DataError, LeakmelError, UsageError, show_path
+from leakmel.core.errors import DataError, LeakmelError, require_count, show_path
 from leakmel.core.files import read_own_json
 from leakmel.core.operation import runs_folder, user_path
 from leakmel.core.parameters import Kinds
@@ -32,7 +32,6 @@ from leakmel.core.timeline import (
     mean,
     peak,
     read_timeline,
-    stage_table,
 )
 from leakmel.dataset.pipeline import is_demo
 from leakmel.dataset.publish import BuildResult, rate_text, reused_rows_sentence
@@ -63,8 +62,7 @@ def find_runs(
     most: int = 8,
 ) -> list[Path]:
     "Return the folder of a run itself, or the newest runs in a folder, those of the demo data set last; raises DataError if there is none."
-    if most < 1:
-        raise UsageError("the parameter compare must be at least 1", code="out-of-range", found=most)
+    require_count("compare", most)
     folder = runs_folder() if path is None else user_path(path)
     if _run_files(folder):
         return [folder]
@@ -396,12 +394,6 @@ def advice(run: RunRecord) -> str:
         "\n\n".join(analysis_text(t, [r for own, r in reports if own is t]) for t in run.distinct_timelines)
         or NO_TIMELINE
     )
-
-
-def stage_reports(run: RunRecord) -> str:
-    "Return the stage table of each data set of a run, a paragraph each."
-    named = [(run.reports[name]["span_name"], timeline) for name, timeline in run.timelines.items()]
-    return "\n\n".join(f"{split}: stages\n{stage_table(t, split)}" for split, t in named) or NO_TIMELINE
 
 # %% ../../nbs/pages/dashboard.ipynb #b1b615a2
 _COLUMNS = ["split", "label", "rms_db"]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from leakmel.core import comparison, files, locks
-from leakmel.core.errors import DataError, OutputError, RecordingError, UsageError, show_path
+from leakmel.core.errors import DataError, OutputError, RecordingError, UsageError, require_choice, show_path
 from leakmel.recordings import naming, problems
 from leakmel.recordings.listing import (
     Listing,
@@ -790,10 +790,7 @@ def export_tracks(
     recordings: str | os.PathLike | None = None,  # folder; None: that of the table
 ) -> TrackResult:  # raises LeakmelError; no existing file is replaced
     "Write a track for each recording on whose label people agree."
-    if format not in TRACK_FORMATS:
-        raise UsageError(
-            "unknown format", code="unknown-choice", found=repr(format), expected=", ".join(TRACK_FORMATS)
-        )
+    require_choice("unknown format", format, TRACK_FORMATS)
     current, target = read_labels(labels), Path(os.path.abspath(to))
     root = Path(os.path.abspath(recordings or Path(labels).parent))
     texts: dict[str, str] = {}

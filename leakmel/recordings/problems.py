@@ -111,6 +111,18 @@ def count_kinds(kinds: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
     return {k: counts[k] for k in sorted(counts, key=lambda k: (order.index(group_of(k)), -counts[k], k))}
 
 
+MOST_LISTED = 100  # problems of a kind in a report, which counts all of them
+
+
+def first_of_each_kind(found: Iterable["Problem"], most: int = MOST_LISTED) -> Iterator["Problem"]:
+    "Yield the first problems of each kind."
+    seen = collections.Counter[str]()
+    for problem in found:
+        seen[problem.kind] += 1
+        if seen[problem.kind] <= most:
+            yield problem
+
+
 def how_many(n: int, what: str) -> str:
     "Format a number with its noun: 1 recording, 2 recordings."
     return f"{n:,} {what}{'s' * (n != 1)}"

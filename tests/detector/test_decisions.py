@@ -198,7 +198,9 @@ def test_prediction_shows_evaluation_probability_and_alarm_threshold(trained: Pa
     model = trained / "model"
     detector = load_detector(model / "model.pt")
     assert detector.held_out is not None
-    found = lm.predict(trained / "demo", model, false_alarms=10, out=tmp_path / "s.csv", progress="none")
+    found = lm.predict(
+        trained / "demo", model, false_alarms=10, out=tmp_path / "s.csv", all_columns=True, progress="none"
+    )
     assert found.rule.threshold == alarm_threshold(detector.held_out, 10).threshold
     assert f"Detector: {detector.evaluations[0]}" in found.text(1000)
     p = found.table["probability"].to_numpy()

@@ -23,7 +23,7 @@ from leakmel.detector.data.splits import LeakySplitWarning, Split, SplitWarning,
 from leakmel.detector.evaluate import evaluation
 from leakmel.detector.evaluate.evaluation import score_baselines
 from leakmel.detector.evaluate.plots import roc_figure
-from leakmel.detector.metrics.metrics import FIGURES, UNCHOSEN, leak_metrics, roc
+from leakmel.detector.metrics.metrics import FIGURES, UNCHOSEN, best_threshold, leak_metrics, roc
 from leakmel.detector.metrics.significance import (
     MIN_GROUPS,
     Bootstrap,
@@ -604,8 +604,7 @@ def test_baselines_choose_on_validation_only(parts):
         assert np.array_equal(a.score, b.score)
         assert (a.threshold_from, b.threshold_from, b.threshold) == ("validation", UNCHOSEN, 0.5)
         score, truth = own[name].score, parts["validation"].is_leak
-        best = max(leak_metrics(truth, score, t)["f1"] for t in score)
-        assert leak_metrics(truth, score, a.threshold)["f1"] == best
+        assert a.threshold == best_threshold(truth, score)
     assert [j.title for j in own.values()] == [
         "Level only",
         "Mean mels, logistic",
@@ -958,7 +957,7 @@ def test_options_that_do_not_exist_are_refused(sets, options, code):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"files_per_batch": 0}, UsageError, "files_per_batch must be at least 1"),
+        ({"files_per_batch": 0}, UsageError, "files_per_batch must be a whole number of at least 1"),
         ({"device": "tpu9x"}, UsageError, "no such device"),
     ],
 )

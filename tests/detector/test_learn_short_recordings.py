@@ -586,7 +586,10 @@ def test_gpu_scores_are_read_one_batch_later(rows, monkeypatch):
 
 
 def test_batches_of_zero_files_are_refused(rows):
-    with Segments(rows, level="recording") as ds, pytest.raises(UsageError, match="must be at least 1"):
+    with (
+        Segments(rows, level="recording") as ds,
+        pytest.raises(UsageError, match="must be a whole number of at least 1"),
+    ):
         score_rows(made_detector(), ds, files_per_batch=0)
 
 

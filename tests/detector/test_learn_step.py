@@ -30,7 +30,7 @@ from leakmel.detector.model.net import (
     loss_weights,
     micro_batch_loss,
 )
-from leakmel.detector.model.settings import SPEED_ONLY, TrainSettings
+from leakmel.detector.model.settings import SPEED_ONLY, TrainSettings, with_length
 from leakmel.detector.train import step
 from leakmel.detector.train.state import differences, training_identity
 from leakmel.detector.train.step import (
@@ -175,7 +175,7 @@ def test_micro_batches_are_even_and_complete(n, most):
 
 @pytest.mark.slow
 @each("n", [24, 23, 7, 1])
-@each("accumulation", [2, 5, 24])
+@each("micro_batch", [12, 5, 1])
 @each(
     "changes",
     [
@@ -186,11 +186,11 @@ def test_micro_batches_are_even_and_complete(n, most):
     ],
     ids=["ce", "focal", "plain", "clipped"],
 )
-def test_micro_batches_give_the_gradients_of_the_batch(n, accumulation, changes):
+def test_micro_batches_give_the_gradients_of_the_batch(n, micro_batch, changes):
     batch = batch_of(n)
     # channels first: norms round less in this layout
     changes = changes | {"dropout": 0.0, "channels_last": False}
-    whole, pieces = (stepper_of(accumulation=k, **changes) for k in (1, accumulation))
+    whole, pieces = (stepper_of(micro_batch=k, **changes) for k in (0, micro_batch))
     expected, found = gradients(whole, batch), gradients(pieces, batch)
     scale = max(float(g.abs().max()) for g in expected)
     assert all(
@@ -208,7 +208,7 @@ def test_micro_batches_give_the_gradients_of_the_batch(n, accumulation, changes)
     assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-5)
     assert int(one.n_correct) == int(other.n_correct)
     assert float(one.grad_norm) == pytest.approx(float(other.grad_norm), rel=1e-4)
-    assert given == [p.stop - p.start for p in micro_batch_slices(n, -(-24 // accumulation))]
+    assert given == [p.stop - p.start for p in micro_batch_slices(n, micro_batch)]
     assert one.n == other.n == n
 
 
@@ -216,7 +216,7 @@ def test_micro_batches_give_the_gradients_of_the_batch(n, accumulation, changes)
 def test_gradients_are_those_of_the_formula():
     "Not only equal to each other: equal to what autograd says about the loss written down in one line."
     batch = batch_of(20)
-    stepper = stepper_of(dropout=0.0, accumulation=3, clip_norm=0.0, aux_weight=0.0, **OFF)
+    stepper = stepper_of(dropout=0.0, micro_batch=8, clip_norm=0.0, aux_weight=0.0, **OFF)
     found, net = gradients(stepper, batch), net_of(0.0)
     logits, _ = net(batch.x.float()[..., 0].transpose(1, 2))
     nn.functional.cross_entropy(logits, batch.y, weight=torch.tensor(balanced_weights(COUNTS))).backward()
@@ -225,6 +225,24 @@ def test_gradients_are_those_of_the_formula():
         torch.allclose(a, b, atol=1e-6)
         for a, b in zip(expected, (f for f in found if f.abs().sum()), strict=True)
     )
+
+
+def test_batches_that_are_accumulated_make_one_step():
+    "As gradient_accumulation_steps means it: the step takes all items of the batches, a batch of them at a time."
+    changes: dict[str, Any] = {"dropout": 0.0, "channels_last": False}
+    several, one = stepper_of(batch_size=8, accumulate_batches=3, **changes), stepper_of(**changes)
+    batch = batch_of(24)
+    assert several.portions.most == 8
+    assert float(several.step(batch).grad_norm) == pytest.approx(float(one.step(batch).grad_norm), rel=1e-4)
+
+
+def test_former_name_of_the_micro_batch_is_taken_with_a_warning():
+    with pytest.warns(FutureWarning, match="now micro_batch=8; to add gradients of batches"):
+        settings = TrainSettings(batch_size=24, accumulation=3)
+    assert settings == TrainSettings(batch_size=24, micro_batch=8)
+    unknown = TrainSettings(accumulation=4)
+    with pytest.warns(FutureWarning):
+        assert with_length(unknown, 100).micro_batch == 16
 
 
 def test_norms_and_biases_do_not_decay():
@@ -279,7 +297,7 @@ class RepeatedlyOutOfMemory:
     "A second step in which memory runs out, again and again from the same place."
 
     def __init__(self):
-        self.stepper, self.batch = stepper_of(4, accumulation=2), batch_of(24, 1)
+        self.stepper, self.batch = stepper_of(4, micro_batch=12), batch_of(24, 1)
         self.stepper.step(batch_of(24, 0))
         self.noted = (
             self.stepper.state_dict(),
@@ -306,7 +324,7 @@ def out_of_memory_step() -> RepeatedlyOutOfMemory:
 @pytest.fixture(scope="module")
 def n_before_writing(out_of_memory_step) -> int:
     "Operations of a step up to the gradients."
-    stepper = stepper_of(4, accumulation=2)
+    stepper = stepper_of(4, micro_batch=12)
     stepper.step(out_of_memory_step.batch)
     with RunsOut(set()) as counted:
         stepper._gradients(out_of_memory_step.batch, stepper.portions.most)
@@ -399,7 +417,7 @@ def test_step_reads_no_value_from_the_device_before_gradients():
 
     names: set[str] = set()
     for changes in (
-        {"accumulation": 3},
+        {"micro_batch": 8},
         {"loss": "focal", "noise_share": 1.0, "label_smoothing": 0.0},
         {"amp": "bf16"},
     ):
@@ -531,7 +549,7 @@ def test_only_whole_batches_are_compiled(monkeypatch):
         return forward
 
     monkeypatch.setattr(torch, "compile", compiled)
-    stepper = stepper_of(use_compile=True, accumulation=2)
+    stepper = stepper_of(use_compile=True, micro_batch=12)
     for n in (24, 17, 24, 5):
         stepper.step(batch_of(n))
     assert sizes == [12] * 4
@@ -565,7 +583,7 @@ def run(stepper: Stepper, steps: range) -> list[float]:
 
 @each(
     "changes",
-    [{"accumulation": 3}, {"amp": "bf16"}, {"amp": "fp16"}, {"loss": "focal", "noise_share": 1.0}],
+    [{"micro_batch": 8}, {"amp": "bf16"}, {"amp": "fp16"}, {"loss": "focal", "noise_share": 1.0}],
     ids=str,
 )
 def test_resumed_training_continues_bit_for_bit(changes):
@@ -659,7 +677,8 @@ OTHERS: dict[str, Any] = {
     "epochs": 3,
     "epoch_share": 0.5,
     "batch_size": 48,
-    "accumulation": 2,
+    "accumulate_batches": 2,
+    "micro_batch": 12,
     "learning_rate": 1e-4,
     "warmup_share": 0.3,
     "min_lr_share": 0.1,
@@ -685,7 +704,7 @@ OTHERS: dict[str, Any] = {
 
 def test_each_setting_has_another_test_value():
     usual = asdict(TrainSettings(batch_size=24, channels=(8, 8), warmup_share=0.2))
-    assert set(OTHERS) == set(usual)
+    assert set(OTHERS) == set(usual) - {"accumulation"}  # a former name
     assert all(OTHERS[name] != value for name, value in usual.items())
 
 
@@ -938,7 +957,7 @@ def test_gpu_time_is_measured_by_events():
 def test_a_step_does_not_wait_for_a_gpu():
     need_gpu()
     stepper, batches = (
-        stepper_of(20, device="cuda", amp="bf16", accumulation=2),
+        stepper_of(20, device="cuda", amp="bf16", micro_batch=12),
         [batch_of(24, i).to(torch.device("cuda")) for i in range(4)],
     )
     stepper.step(batches[0])

@@ -493,6 +493,22 @@ def test_out_of_memory_recovery_is_reported(
     assert (result.summary["n_ran_out"], result.summary["micro_batch"]) == (1, TINY.batch_size // 2)
 
 
+def test_accumulated_batches_are_a_larger_batch(sets: Path, tmp_path: Path) -> None:
+    "As many steps as with batches of that size, and the same weights."
+    size = TINY.batch_size
+    named: dict[str, dict[str, Any]] = {
+        "a": {"accumulate_batches": 2},
+        "b": {"batch_size": 2 * size, "micro_batch": size},
+    }
+    a, b = (
+        trained(sets, tmp_path / name, settings=replace(TINY, epochs=1, **changes))
+        for name, changes in named.items()
+    )
+    assert [e.step for e in a.epochs] == [e.step for e in b.epochs]
+    old, new = (r.detector.classifier.state_dict() for r in (a, b))
+    assert all(torch.equal(old[name], new[name]) for name in new)
+
+
 def test_performance_settings_do_not_change_weights(
     sets: Path, tmp_path: Path, right: TrainResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1131,7 +1131,7 @@ def test_command(sets: Path, right: SearchResult, tmp_path: Path, capsys: pytest
     ]
     assert main(words) == 0
     output = capsys.readouterr().out
-    assert "lm.evaluate" in output
+    assert "leakmel evaluate" in output
     assert max(map(len, output.splitlines())) <= 100
     assert_same(tmp_path / "run", right)
     assert main([*words, "--json"]) == 0

@@ -186,7 +186,8 @@ def test_the_command_writes_a_notebook_that_runs_without_a_browser(folder, tmp_p
     names = ("JPY_SESSION_NAME", "VSCODE_PID")
     env = {k: v for k, v in os.environ.items() if k not in names}
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute(env=env)
-    shown = [o.data["text/html"] for o in notebook.cells[-1].outputs if "text/html" in o.get("data", {})]
+    outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
+    shown = [o.data["text/html"] for o in outputs if "text/html" in o.get("data", {})]
     assert any("<audio" in html and "near the threshold" in html for html in shown)
     assert not (tmp_path / "l.csv").exists()
     assert main([*words, "--out", str(tmp_path / "run"), "--no-lab"]) == 1  # the notebook exists

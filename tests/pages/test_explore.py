@@ -616,7 +616,7 @@ def test_given_settings_take_precedence_over_a_data_set_and_another_preset_is_an
         )
         == 0
     )
-    assert f"spec of {old}: preset disjoint@2" in "".join(capsys.readouterr())
+    assert f"spec of {old}: preset disjoint@2" in " ".join(capsys.readouterr().out.split())
     with lm.open_dataset(tmp_path / "x.h5") as ds:
         assert ds.spec.n_mels == 32
 

@@ -151,7 +151,7 @@ def test_other_splits_do_not_count_but_global_spans_do():
 
 def test_an_empty_timeline():
     assert attribute(Timeline()) == {}
-    assert len(stage_table(Timeline()).splitlines()) == 5
+    assert len(stage_table(Timeline()).splitlines()) == 6
     assert analyse(Timeline()).limit_text == "No span was recorded."
     assert attribute(timeline_of(Span("read", "a", 1, 1))) == {"wait": 0.0}
 

@@ -197,7 +197,9 @@ def test_review_and_its_kernel(stranger: Path, tried: Callable) -> None:
             connection_file=str(home / "JUPYTER_RUNTIME_DIR" / f"kernel-{kernel}.json")
         )
         client.load_connection_file()
-        client.start_channels()
+        client.start_channels(
+            hb=False
+        )  # on a busy machine a heartbeat is late, which is taken for a dead kernel
         client.wait_for_ready(120)
         said: list[str] = []
         code = "import os, sys; assert os.path.exists('review.ipynb'); print(sys.path)"

@@ -139,7 +139,7 @@ def test_correlate(made: Path) -> None:
     done, summary = run(made, "correlate", distance_m=100.0, out=made / "correlate")
     assert summary["verdict"] == "leak"
     assert abs(summary["position_m"] - 30) < 0.5
-    assert done.titles[0].startswith("Leak: leak noise 30.0 m from a")
+    assert done.titles[0].startswith("Leak noise 30.0 m from a")
     assert (made / "correlate" / "report.html").is_file()
 
 

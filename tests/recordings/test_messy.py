@@ -546,13 +546,14 @@ def test_build_on_the_command_line_counts_everything(
         "all",
         "--out",
         str(tmp_path / "text"),
+        "--full",
         *OPTIONS,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for plain in built:
         assert (
-            f": {plain.rows} rows + {len(plain.rejections)} rejected = {plain.found} files found\n"
+            f": {plain.rows} rows + {len(plain.rejections)} rejected = {plain.found} files found; ok:"
             in done.stdout
         )
         for word, n in plain.summary["rejected_by_code"].items():
@@ -561,7 +562,9 @@ def test_build_on_the_command_line_counts_everything(
         assert list(plain.summary["status_counts"].items()) == counts
         assert len(counts) > 6
         words = ", ".join(f"{n} x {word}" for word, n in counts[:6])
-        assert f"  changed to fit: {words} and {len(counts) - 6} more\n" in unwrapped(done.stdout)
+        assert f"  {plain.split}, changed to fit: {words} and {len(counts) - 6} more\n" in unwrapped(
+            done.stdout
+        )
     card = " ".join(repr(build_card(built)).split())
     for word in {w for plain in built for w in plain.summary["status_counts"]}:
         total = sum(plain.summary["status_counts"].get(word, 0) for plain in built)

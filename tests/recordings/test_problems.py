@@ -43,6 +43,7 @@ from leakmel.recordings.problems import (
     ProblemReport,
     content_problems,
     count_kinds,
+    first_of_each_kind,
     group_of,
     how_many,
     label_auc,
@@ -540,6 +541,13 @@ def test_notes_are_reported_with_their_split(tmp_path: Path) -> None:
         "missing_split": {"VALIDATION"},
     }
     assert set(training.problems["kind"]) == {"not_a_split", "missing_split"}
+
+
+def test_report_counts_all_problems_and_lists_a_hundred_of_each_kind() -> None:
+    found = [Problem(kind, f"{k}.wav", "") for k in range(250) for kind in ("duplicate", "silent")]
+    listed = [*first_of_each_kind([*found, Problem("stereo", "x.wav", "")])]
+    assert count_kinds(p.kind for p in listed) == {"duplicate": 100, "silent": 100, "stereo": 1}
+    assert [p.path for p in listed if p.kind == "silent"] == [f"{k}.wav" for k in range(100)]
 
 
 def test_padding_does_not_lower_the_clipped_share(tmp_path: Path) -> None:

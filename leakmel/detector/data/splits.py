@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from leakmel.core.comparison import text_key
-from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.errors import DataError, UsageError, require_choice, show_path
 from leakmel.dataset.reader import MelDataset
 from leakmel.detector.data.segments import LEFT_OUT, DataSource, Segments, Task, open_parts, row_blocks
 from leakmel.recordings.labels import LabelTable
@@ -425,13 +425,7 @@ class Split:
                 expected=f"{n:,}",
                 remedy="make the split again from these data sets (leakmel.detector.data.splits.group_split)",
             )
-        if part not in self.parts:
-            raise UsageError(
-                "the split has no part of this name",
-                code="no-such-part",
-                found=repr(part),
-                expected=", ".join(self.parts),
-            )
+        require_choice("the split has no part of this name", part, self.parts, code="no-such-part")
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {len(rows):,}" for name, rows in self.parts.items())

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from leakmel.core.comparison import text_column
-from leakmel.core.errors import DataError, OutputError, UsageError, show_path
+from leakmel.core.errors import DataError, OutputError, UsageError, require_choice, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress, wrap_text
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE
@@ -553,13 +553,8 @@ def evaluate(
         ("voting rule", votes, metrics.VOTES),
         ("metric", (metric,), metrics.FIGURES),
     ):
-        if unknown := [name for name in asked if name not in choices]:
-            raise UsageError(
-                f"the {what} is unknown",
-                code="unknown-choice",
-                found=repr(unknown[0]),
-                expected=", ".join(choices),
-            )
+        for name in asked:
+            require_choice(f"the {what} is unknown", name, choices)
     given = {"training": training, "validation": validation}
     twice = [name for name, own in given.items() if own is not None and (split is not None or name == part)]
     if twice:

@@ -22,7 +22,7 @@ import pandas as pd
 
 from leakmel.core.cluster import Cluster
 from leakmel.core.comparison import text_column
-from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.errors import DataError, UsageError, require_count, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.operation import RowTable, user_path, write_summary
 from leakmel.core.progress import Progress
@@ -390,8 +390,8 @@ def open_resampling(
 ) -> Iterator[Resampling]:  # raises UsageError, DataError, OutputError
     "Open the recordings of a resampling, and lock its folder, in which files of others are not replaced."
     for what, value, least in (("n_folds", n_folds, 2), ("seeds", seeds, 1), ("jobs", jobs, 1)):
-        if value is not None and value < least:
-            raise UsageError(f"{what} must be at least {least}", code="usage", found=value)
+        if value is not None:
+            require_count(what, value, least, code="usage")
     began = time.perf_counter()
     settings = settings or TrainSettings()
     title = name.replace("_", "-")

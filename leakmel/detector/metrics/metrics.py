@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from leakmel.core.errors import DataError, UsageError
+from leakmel.core.errors import DataError, UsageError, require_choice
 
 FIGURES = ("accuracy", "balanced_accuracy", "precision", "sensitivity", "specificity", "f1", "auc")
 
@@ -263,10 +263,7 @@ def vote_scores(
 ) -> np.ndarray:  # [...] float64
     "Compute the score of each recording; it is a leak if this is at least the threshold."
     scores = np.asarray(segment_scores, np.float64)
-    if rule not in VOTES:
-        raise UsageError(
-            "the voting rule is unknown", code="usage", found=repr(rule), expected=", ".join(VOTES)
-        )
+    require_choice("the voting rule is unknown", rule, VOTES, code="usage")
     n = (~np.isnan(scores)).sum(-1)
     if not n.all():
         raise UsageError(

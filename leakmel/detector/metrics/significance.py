@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core.errors import UsageError, show_path
+from leakmel.core.errors import require_count, show_path
 from leakmel.detector.data.splits import Group, group_name, group_values, names_by_sensor
 from leakmel.detector.metrics import metrics
 
@@ -183,10 +183,8 @@ class Bootstrap:
         n_draws: int = 2000,  # D
         seed: int = 0,
     ):
-        if n_draws < 100:
-            raise UsageError("n_draws must be at least 100", code="usage", found=n_draws)
-        if seed < 0:
-            raise UsageError("seed must be at least 0", code="usage", found=seed)
+        require_count("n_draws", n_draws, 100, code="usage")
+        require_count("seed", seed, 0, code="usage")
         self.truth = np.asarray(truth, bool)
         self.groups = groups
         rng = np.random.default_rng(seed)

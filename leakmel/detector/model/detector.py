@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from leakmel.core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
+from leakmel.core.errors import DataError, LeakmelError, MachineError, UsageError, require_count, show_path
 from leakmel.core.files import write_whole
 from leakmel.detector.data.segments import Segments, Task, open_loader
 from leakmel.detector.metrics.metrics import UNCHOSEN, VOTES, HeldOutScores, vote_scores
@@ -442,8 +442,7 @@ def class_scores(
     # raises DataError, MachineError
     "Compute the probability of each class in each long segment of each recording."
     check_features(detector, ds)
-    if files_per_batch < 1:
-        raise UsageError("files_per_batch must be at least 1", code="out-of-range", found=files_per_batch)
+    require_count("files_per_batch", files_per_batch)
     on = torch.device(device)
     found = np.empty((len(ds), ds.row_shape[0], len(detector.task.model_names)), np.float32)
     if not len(ds):

@@ -6,11 +6,12 @@
 __all__ = ['TrainSettings']
 
 # %% ../../../nbs/detector/model/settings.ipynb #0ef5a820
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from leakmel.core.errors import UsageError
+from leakmel.core.errors import UsageError, require_choice
 from leakmel.core.parameters import check_types, field_choices, field_kinds
 
 # %% ../../../nbs/detector/model/settings.ipynb #379528b5
@@ -33,6 +34,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "epochs": (1, 100_000),
     "epoch_share": (0, 1e6),
     "batch_size": (0, 1 << 24),
+    "accumulate_batches": (1, 1 << 16),
+    "micro_batch": (0, 1 << 24),
     "accumulation": (1, 1 << 16),
     "learning_rate": (1e-9, 10),
     "warmup_share": (0, 1),
@@ -65,13 +68,8 @@ class _CheckedSettings:
         plain = [n for n in kinds if all(k is None or isinstance(k, type) for k in kinds[n])]  # not tuples
         check_types({n: found[n] for n in plain}, kinds)
         for name, allowed in field_choices(type(self)).items():
-            if isinstance(found[name], str) and found[name] not in allowed:
-                raise UsageError(
-                    f"{name} has an unknown value",
-                    code=self._codes[1],
-                    found=repr(found[name]),
-                    expected=", ".join(map(repr, allowed)),
-                )
+            if isinstance(found[name], str):
+                require_choice(f"{name} has an unknown value", found[name], allowed, code=self._codes[1])
         for name in found.keys() & _RANGES.keys():
             least, most = _RANGES[name]
             if not least <= found[name] <= most:
@@ -124,6 +122,11 @@ class LoaderSettings(_CheckedSettings):
     buffer_blocks: int = 64  # loader stream: number of blocks whose items are shuffled together
 
 # %% ../../../nbs/detector/model/settings.ipynb #33f63230
+_FORMER = (
+    "the setting accumulation is now micro_batch={}; to add gradients of batches, use accumulate_batches"
+)
+
+
 @dataclass(frozen=True)
 class TrainSettings(AugmentSettings, LoaderSettings):
     "Settings of a training."
@@ -134,8 +137,12 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     epochs: int = 12  # cnn: maximum number of epochs
     # cnn: share of the items that each epoch draws at random; above 1: drawn again; 0: by the number of items
     epoch_share: float = 0.0
-    batch_size: int = 0  # cnn: number of items in each optimiser step; 0: by the number of items
-    accumulation: int = 1  # number of micro-batches into which each batch is cut, to save memory
+    batch_size: int = 0  # cnn: number of items in a batch; 0: by the number of items
+    # cnn: number of batches whose gradients are added before an optimiser step
+    accumulate_batches: int = 1
+    # cnn: largest number of items that are computed at a time, to save memory; 0: a batch
+    micro_batch: int = 0
+    accumulation: int = 1  # former name, number of pieces of a batch: use micro_batch
     learning_rate: float = 2e-3  # highest learning rate, at the end of the warm-up
     warmup_share: float = 0.05  # share of all steps during which the learning rate rises, 0 to 1
     min_lr_share: float = 0.01  # final learning rate as a share of the highest one, 0 to 1
@@ -176,12 +183,11 @@ class TrainSettings(AugmentSettings, LoaderSettings):
                 found=repr(c),
                 expected="one for each layer of the net",
             )
-        if 0 < self.batch_size < self.accumulation:
-            raise UsageError(
-                "accumulation must not exceed batch_size",
-                code="usage",
-                found=f"accumulation {self.accumulation:,}, batch_size {self.batch_size:,}",
-            )
+        if self.accumulation > 1 and self.batch_size:
+            pieces = -(-self.batch_size // self.accumulation)
+            object.__setattr__(self, "micro_batch", pieces)
+            object.__setattr__(self, "accumulation", 1)
+            warnings.warn(_FORMER.format(pieces), FutureWarning, stacklevel=3)
         if self.label_smoothing and self.loss == "focal":
             raise UsageError(
                 "label smoothing and focal loss cannot be combined",
@@ -224,13 +230,9 @@ def with_length(
     is_small = n_items < SMALL_SET
     batch = settings.batch_size or (64 if is_small else 256)
     channels = settings.channels or ((24, 48, 64) if is_small else (48, 96, 192, 384))
-    usual = max(0.0 if is_small else 0.2, MIN_STEPS * batch / (settings.epochs * max(1, n_items)))
-    return replace(
-        settings,
-        batch_size=max(batch, settings.accumulation),
-        channels=channels,
-        epoch_share=settings.epoch_share or usual,
-    )
+    drawn = MIN_STEPS * batch * settings.accumulate_batches
+    usual = max(0.0 if is_small else 0.2, drawn / (settings.epochs * max(1, n_items)))
+    return replace(settings, batch_size=batch, channels=channels, epoch_share=settings.epoch_share or usual)
 
 # %% ../../../nbs/detector/model/settings.ipynb #cede3bbf
 def settings_from(

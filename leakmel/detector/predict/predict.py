@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from leakmel.core.errors import DataError, EngineError, OutputError, UsageError, show_path, write_error
+from leakmel.core.errors import (
+    DataError,
+    EngineError,
+    OutputError,
+    UsageError,
+    require_choice,
+    show_path,
+    write_error,
+)
 from leakmel.core.export import path_columns, require_package, write_table
 from leakmel.core.files import replacing
 from leakmel.core.operation import Run
@@ -145,13 +153,7 @@ class Rule:
     threshold_from: str = "given"  # where the threshold comes from, in words
 
     def __post_init__(self):
-        if self.vote not in VOTES:
-            raise UsageError(
-                "the voting rule is unknown",
-                code="unknown-choice",
-                found=repr(self.vote),
-                expected=", ".join(VOTES),
-            )
+        require_choice("the voting rule is unknown", self.vote, VOTES)
         for name, least in (("threshold", "from 0 to 1"), ("frac", "above 0 and at most 1")):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -558,8 +560,8 @@ class Predictions:
             "rejected_out": None if self.out is None else show_path(rejected_path(self.out)),
         }
 
-    def text(self, width: int = 100, full: bool = False, report: str = "") -> str:
-        "Return the answer as text: how many are leaks, the most suspicious, the page, and what to know of the scores; with `full` all of the summary."
+    def text(self, width: int = 100, full: bool = True, report: str = "") -> str:
+        "Return the answer as text: how many are leaks, the most suspicious, the page, and what to know of the scores; without `full` five lines."
         s = self.summary
         share = f" ({100 * s['leaks'] / len(self):.0f} %)" if len(self) else ""
         n_learned = s["in_training"] or 0
@@ -755,13 +757,7 @@ def predict(
     all_columns: bool = False,
 ) -> Predictions:
     "Score the recordings of a folder with a detector; raises LeakmelError."
-    if length not in LENGTHS:
-        raise UsageError(
-            "the length is unknown",
-            code="unknown-choice",
-            found=repr(length),
-            expected=" or ".join(map(repr, LENGTHS)),
-        )
+    require_choice("the length is unknown", length, LENGTHS)
     target = None if out is None else output_path(out)
     if target is not None:
         check_output(target, absolute_folder(folder))

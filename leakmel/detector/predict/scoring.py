@@ -30,6 +30,8 @@ from leakmel.core.errors import (
     MachineError,
     RecordingError,
     UsageError,
+    require_choice,
+    require_count,
     show_path,
 )
 from leakmel.core.monitor import free_memory, usable_cores
@@ -553,13 +555,7 @@ def open_scorer(
     n_files: int = 32,  # rows of a block at the most
 ) -> HostScorer | DeviceScorer:  # the caller closes it; raises EngineError, MachineError, UsageError
     "Open the scorer of a device."
-    if engine != "auto" and engine not in ENGINES:
-        raise UsageError(
-            "the engine is unknown",
-            code="unknown-choice",
-            found=repr(engine),
-            expected=f"auto or {', '.join(ENGINES)}",
-        )
+    require_choice("the engine is unknown", engine, ("auto", *ENGINES))
     opened = None if device == "cpu" else open_devices(device)[0]
     on = torch.device("cpu") if opened is None else opened.torch_device
     with ExitStack() as stack:
@@ -646,10 +642,8 @@ def block_sizes(
 ) -> BlockSizes:  # raises UsageError, MachineError
     "Choose blocks within a gigabyte, of at least one row each."
     for name, value in (("files_per_batch", files_per_batch), ("read_workers", read_workers)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(
-                f"{name} must be a whole number of at least 1", code="out-of-range", found=repr(value)
-            )
+        if value is not None:
+            require_count(name, value)
     kind = device.split(":")[0]
     readers = read_workers or min(2 if kind == "cpu" else 16, usable_cores())
     n_blocks = readers + 3

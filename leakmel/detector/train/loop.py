@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Literal, Self
 import numpy as np
 import pandas as pd
 
-from leakmel.core.errors import DataError, OutputError, UsageError, show_path
+from leakmel.core.errors import DataError, OutputError, UsageError, require_choice, show_path
 from leakmel.core.files import write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import Monitor
@@ -553,13 +553,7 @@ def train(
     after_epoch: AfterEpoch = None,
 ) -> TrainResult:  # raises UsageError, DataError, OutputError
     "Train a leak detector; an interrupted training is resumed, step by step as if it had not been interrupted."
-    if resume not in RESUME:
-        raise UsageError(
-            "resume has an unknown value",
-            code="unknown-choice",
-            found=repr(resume),
-            expected=", ".join(RESUME),
-        )
+    require_choice("resume has an unknown value", resume, RESUME)
     settings = settings or TrainSettings()
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = user_path(out)

@@ -551,7 +551,7 @@ class TrainingState:
         with memory_guard("the items do not fit into memory", remedy):
             self.loader = open_loader(
                 self.data.training,
-                s.batch_size,
+                s.batch_size * s.accumulate_batches,
                 kind=kind,
                 device=self.device,
                 device_fraction=s.device_fraction,

@@ -121,7 +121,7 @@ class Stepper:
         self.weights = nets.loss_weights(task, settings, class_counts, self.device)
         self.generator = torch.Generator(self.device)
         # micro-batches: their size is lowered where memory runs out
-        self.portions = AdaptiveBatches(-(-settings.batch_size // settings.accumulation), self._drop, "item")
+        self.portions = AdaptiveBatches(settings.micro_batch or settings.batch_size, self._drop, "item")
         self._largest = 0  # items of a batch so far; an epoch begins with whole batches
         self.n_done = 0  # steps
         self.first_step_s: float | None = None  # with the time that compiling took

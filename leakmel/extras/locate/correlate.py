@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from scipy import fft, ndimage, signal
 
-from leakmel.core.errors import DataError, UsageError
+from leakmel.core.errors import DataError, UsageError, require_choice
 from leakmel.extras.locate.cross_spectra import (
     METHODS,
     CrossSpectra,
@@ -556,13 +556,7 @@ def correlate(
     method: str = "ml",  # "plain", "phat", "scot", "ml" or "phase": gives the delay
 ) -> Correlation:  # raises DataError, RecordingError, UsageError
     "Find the position of a leak between two loggers from the delay of its noise."
-    if method not in (*METHODS, "phase"):
-        raise UsageError(
-            "the method does not exist",
-            code="wrong-value",
-            found=method,
-            expected=", ".join((*METHODS, "phase")),
-        )
+    require_choice("the method does not exist", method, (*METHODS, "phase"), code="wrong-value")
     if clock_error_s is None and b is not None:
         raise UsageError(
             "it is not known how well the clocks of the loggers agree",

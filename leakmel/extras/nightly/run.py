@@ -26,7 +26,7 @@ import pandas as pd
 
 import leakmel
 from leakmel.core.comparison import text_key
-from leakmel.core.errors import DataError, OutputError, UsageError, show_path
+from leakmel.core.errors import DataError, OutputError, UsageError, require_count, show_path
 from leakmel.core.files import replacing
 from leakmel.core.store import LocalCopies
 from leakmel.dataset.schema import Rejected
@@ -745,10 +745,7 @@ def nightly(
     "Score the new recordings of a folder, and write the table of sensors to visit."
     began = time.perf_counter()
     rule = nights.Budget(budget)
-    if isinstance(audits, bool) or not isinstance(audits, int) or not 0 <= audits <= 1000:
-        raise UsageError(
-            "audits must be a whole number from 0 to 1000", code="out-of-range", found=repr(audits)
-        )
+    require_count("audits", audits, 0, 1000)
     target = _check_state(state, Path(os.path.abspath(folder)))
     visits = {} if visited is None else nights.read_visits(Path(visited))
     detector, named = detector_of(model)

@@ -30,6 +30,8 @@ from leakmel.core.errors import (
     MissingPackageError,
     UsageError,
     install_command,
+    require_choice,
+    require_count,
     show_path,
 )
 from leakmel.core.files import write_errors
@@ -360,12 +362,8 @@ def make_queue(
     seed: int = 0,  # of the random queue
 ) -> ReviewQueue:  # raises UsageError
     "Order the recordings of a queue; without those that are decided or skipped, and without copies: a decision counts for all."
-    if name not in QUEUES:
-        raise UsageError(
-            "the queue is unknown", code="unknown-choice", found=repr(name), expected=", ".join(QUEUES)
-        )
-    if n < 1:
-        raise UsageError("a queue needs at least one recording", code="out-of-range", found=n)
+    require_choice("the queue is unknown", name, QUEUES)
+    require_count("n", n)
     if why := lacking(found, name):
         return ReviewQueue(name, [], unavailable=why)
     drawn = np.random.default_rng(seed).permutation(len(found)).tolist()

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from leakmel.core.comparison import match_texts, text_key
-from leakmel.core.errors import DataError, OutputError, UsageError, show_path
+from leakmel.core.errors import DataError, OutputError, UsageError, require_count, show_path
 from leakmel.core.files import write_whole
 from leakmel.detector.model.detector import Detector, required_spec
 from leakmel.detector.predict.predict import (
@@ -346,8 +346,7 @@ def suggest(
 ) -> Suggestions:  # raises LeakmelError
     "Choose recordings of a folder to label next."
     for name, value, least in (("n", n, 1), ("per_sensor", per_sensor, 1), ("seed", seed, 0)):
-        if value < least:
-            raise UsageError(f"{name} must be at least {least}", code="out-of-range", found=value)
+        require_count(name, value, least)
     mix = SampleMix() if mix is None else mix
     target = None if out is None else check_suggestions_file(out, Path(os.path.abspath(folder)))
     people = current_labels([]) if labels is None else read_labels(labels)
