@@ -179,15 +179,13 @@ class Scan(NamedRecordings):
         from leakmel.dataset.inputs import LABELS_DEEPER
         from leakmel.recordings.manifest import deeper_labels
 
+        words = ["--pattern", LABELS_DEEPER] if deeper_labels(manifest) else []
+        root = self.root
         if unused is not None:
             _, file, where, columns = unused
-            root = self.root if where == Path(os.path.abspath(self.root)) else show_path(where)
-            words = [root, "--table", os.path.relpath(file), *(["--columns", columns] if columns else [])]
-        elif deeper_labels(manifest):
-            words = [self.root, "--pattern", LABELS_DEEPER]
-        else:
-            return ""
-        return join(["leakmel", "scan", *words, *["--content"] * self.content])
+            root = root if where == Path(os.path.abspath(root)) else show_path(where)
+            words = ["--table", os.path.relpath(file), *(["--columns", columns] if columns else [])]
+        return join(["leakmel", "scan", root, *words, *["--content"] * self.content]) if words else ""
 
 # %% ../../nbs/operations/data.ipynb #e0cb2b5d
 @dataclass(frozen=True, repr=False)

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,9 @@ def put(path: Path, is_leak: bool, seed: int, pipe: int, seconds: float = 4.0) -
     write_wav(path, (sound * level).clip(-32_000, 32_000).astype(np.int16), RATE)
 
 
-def put_table(file: Path, rows: list[tuple[str, ...]], delimiter: str = ",", encoding: str = "utf-8") -> None:
+def put_table(
+    file: Path, rows: Sequence[Sequence[str]], delimiter: str = ",", encoding: str = "utf-8"
+) -> None:
     "Write a table as a program saves it."
     with open(file, "w", encoding=encoding, newline="") as text:
         csv.writer(text, delimiter=delimiter).writerows(rows)
