@@ -46,8 +46,8 @@ class NamedRecordings(Operation):
     table: str | None = option(None, metavar="FILE")
     # columns of the table that have other names, for example sensor=pipe,recording=file
     columns: str = option("", metavar="NAME=COLUMN,...")
-    # pattern of the paths without extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': fields as in --table, {*} any text, {**} any folders; with
-    # --table it reads what the table leaves empty
+    # pattern of the paths without extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': fields as in --table, {*} any text, {**} any
+    # folders; with --table it reads what the table leaves empty
     pattern: str | None = option(None, metavar="TEXT")
 
     @property
