@@ -98,7 +98,7 @@ house: $(INSTALLED)-dev ## print the figures of structure and language; SINCE=co
 
 lab: $(INSTALLED)-all ## open JupyterLab on this machine, in a folder of run notebooks: runs/lab
 	@$(BIN)/leakmel init runs/lab
-	cd runs/lab && ../../$(BIN)/jupyter-lab --ip=127.0.0.1 --LabApp.news_url=None $(if $(filter 0,$(shell id -u)),--allow-root)
+	cd runs/lab && ../../$(BIN)/jupyter-lab --ip=127.0.0.1 --LabApp.app_settings_dir=../../leakmel/lab $(if $(filter 0,$(shell id -u)),--allow-root)
 
 docs: $(INSTALLED)-dev ## build the site into _docs/, without a network
 	@$(BIN)/python nbs/_tools/prepare.py

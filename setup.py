@@ -19,7 +19,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=" + cfg["min_python"],
     packages=find_packages(include=["leakmel", "leakmel.*"]),
-    package_data={"leakmel": ["notebooks/*.ipynb", "__init__.pyi", "py.typed"]},
+    package_data={"leakmel": ["notebooks/*.ipynb", "lab/*.json", "__init__.pyi", "py.typed"]},
     install_requires=cfg["requirements"].split(),
     extras_require={
         name.removesuffix("_requirements"): cfg[name].split()

@@ -172,12 +172,12 @@ def labelled_by_people(file: h5py.File) -> np.ndarray | None:  # [B] bool; None:
 
 
 def table_mismatches(
-    file: h5py.File, labels: Sequence[str], table: tables.NameTable
+    file: h5py.File, labels: Sequence[str], table: tables.NameTable, naming: Naming
 ) -> Iterator[str]:  # sentences
     "Yield labels, splits and parsed names that differ from the table."
     paths = file["files/path"][:].tolist()
     lost = dict(zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist(), strict=True))
-    table = tables.paths_below_root(table, {*paths, *lost})
+    table = tables.fill_from_names(tables.paths_below_root(table, {*paths, *lost}), naming)
     entry = {table.paths[i]: i for i in table.rows_of(file.attrs["split"])}
     rows = [k for k, p in enumerate(paths) if p in entry]
     places = [entry[paths[k]] for k in rows]

@@ -27,7 +27,14 @@ from leakmel.core.store import Folder
 from leakmel.mel.spec import PRESET_RATE, MelSpec, preset_values
 from leakmel.recordings.conform import resampled_length
 from leakmel.recordings.listing import Listing
-from leakmel.recordings.manifest import Manifest, check_manifest, predict_command, scan
+from leakmel.recordings.manifest import (
+    Manifest,
+    check_manifest,
+    deeper_labels,
+    predict_command,
+    scan,
+    with_guess,
+)
 from leakmel.recordings.naming import split_name
 from leakmel.recordings.problems import tied_values
 from leakmel.recordings.tables import require_same_table
@@ -406,6 +413,9 @@ def _missing_labels(manifest: Manifest) -> list[str]:
     return [name for name, n in zip(manifest.label_names, counts.tolist(), strict=True) if n == 0]
 
 
+LABELS_DEEPER = "{session}/{label}/{**}/{*}"
+
+
 def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataError
     "Check that a split has recordings, and that each label has some."
     if len(listing) == 0:
@@ -443,6 +453,14 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             found=f"{len(listing):,} recording{'s' * (len(listing) > 1)} directly in the folder",
             expected="one folder per label",
             remedy="give the parent of the label folders, or give the labels with --table or --pattern (scan)",
+        )
+    if deeper := deeper_labels(manifest):
+        raise errors.DataError(
+            "the label folders lie one level deeper",
+            code="no-label-folders",
+            path=manifest.root,
+            found=f"{', '.join(map(errors.show_path, manifest.label_names[:6]))}, each with label folders: {', '.join(deeper[:6])}",
+            remedy=f"name the labels by the pattern {LABELS_DEEPER!r} (--pattern), or give one of these folders",
         )
     if twins := [name for name, n in Counter(map(errors.show_path, manifest.label_names)).items() if n > 1]:
         raise errors.DataError(
@@ -497,6 +515,7 @@ class BuildProposal:
     command: str  # for a shell; "" if no build is possible
     alternatives: tuple[str, ...]  # other options for the command
     reason: str  # rate and length, or why they cannot be proposed
+    pattern: str  # guessed, of the sensors and times in the names; empty: none was needed, or none fits
     groups: dict[str, int]  # "sensor", "session", "folder": number of groups
     cautions: tuple[str, ...]  # problems of the data that can mislead a detector
 
@@ -505,7 +524,8 @@ class BuildProposal:
         groups = ", ".join(f"{n:,} {by}{'s' * (n != 1)}" for by, n in self.groups.items())
         none = "none in names and folders; --table or --pattern can name sensors and sessions, so that a split keeps each on one side"
         yield f"{'Proposed build' if self.command else 'No build can be proposed'}: {self.reason.rstrip('.')}."
-        yield f"  groups: {groups or none}"
+        read = f", read from the names by --pattern {shlex.quote(self.pattern)}" * bool(self.pattern)
+        yield f"  groups: {groups or none}{read}"
         yield from (f"  caution: {caution}" for caution in self.cautions)
         yield from [f"  {self.command}"] * bool(self.command)
         yield from (f"  or with {other}" for other in self.alternatives)
@@ -523,6 +543,8 @@ def propose_build(
     options: Sequence[str] = (),
 ) -> BuildProposal:
     "Propose the first build of a folder."
+    manifest, pattern = with_guess(manifest)
+    options = [*options, *["--pattern", pattern] * bool(pattern)]
     has_splits = bool(manifest.listings) and bool(manifest.listings[0].split)
     stem = re.sub(r"\W+", "-", Path(root).resolve().name).strip("-") or "data"
     target = f"{stem}-mels" if has_splits else f"{stem}.h5"
@@ -555,7 +577,7 @@ def propose_build(
         command, reason = "", "the name of the folder is not valid UTF-8, so no command can be shown"
     except errors.LeakmelError as e:
         command, reason = "", str(e)
-    return BuildProposal(command, tuple(alternatives), reason, groups, tuple(cautions))
+    return BuildProposal(command, tuple(alternatives), reason, pattern, groups, tuple(cautions))
 
 
 def _single_label_groups(manifest: Manifest, groups: dict[str, int]) -> Iterator[str]:

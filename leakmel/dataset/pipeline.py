@@ -48,7 +48,7 @@ from leakmel.dataset.writer import allocated_bytes, part_bytes
 from leakmel.mel.engines import Engine, check_recording, open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings.conform import to_rate
-from leakmel.recordings.labels import LabelTable, unused_tables
+from leakmel.recordings.labels import LabelTable, unused_tables_text
 from leakmel.recordings.listing import Listing, found_below
 from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.naming import split_name
@@ -787,7 +787,9 @@ def table_hints(given: Mapping[str, Any], how: str) -> list[str]:
         folder, facts = next(builds(reports), ("", {}))
         people = {"labels": folder} if facts.get("labels_by_people") else {}  # the build used a table
         given = {**given, **facts.get("named_by", {}), **people}
-    return [] if not folder or given.get("listing") else list(unused_tables(user_path(folder), given, how))
+    return (
+        [] if not folder or given.get("listing") else list(unused_tables_text(user_path(folder), given, how))
+    )
 
 
 def find_data(

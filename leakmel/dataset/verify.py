@@ -372,7 +372,7 @@ def _check_origin(
                 code="table-not-used",
                 path=f.filename,
             )
-        report.problems += consistency.table_mismatches(f, labels, table)
+        report.problems += consistency.table_mismatches(f, labels, table, naming)
     if root is None or report.problems:
         return
     try:

@@ -17,6 +17,7 @@ from leakmel.detector.data.segments import conform_recording, covered_samples, c
 from leakmel.detector.evaluate.evaluation import Evaluation
 from leakmel.detector.evaluate.plots import ScoredSpectrogram, counted, spectrogram_figure
 from leakmel.detector.evaluate.resampling import CrossValidation
+from leakmel.detector.model.card import evaluation_text
 from leakmel.detector.predict.predict import Predictions, ScoredRecording
 from leakmel.detector.train.loop import TrainResult
 from leakmel.detector.train.state import learning_curves
@@ -167,7 +168,7 @@ def training_report(
     cross_validation: CrossValidation | None = None,
 ) -> Path:  # raises OutputError, SpaceError
     "Write the report of a training."
-    lines = ["The detector was not evaluated on test recordings."]
+    lines = [evaluation_text(result.detector.evaluations)]
     sections = list[Section]()
     if evaluation is not None:
         lines = [evaluation.finding]

@@ -46,7 +46,8 @@ class NamedRecordings(Operation):
     table: str | None = option(None, metavar="FILE")
     # columns of the table that have other names, for example sensor=pipe,recording=file
     columns: str = option("", metavar="NAME=COLUMN,...")
-    # pattern of the paths without extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': fields as in --table, {*} any text, {**} any folders
+    # pattern of the paths without extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': fields as in --table, {*} any text, {**} any
+    # folders; with --table it reads what the table leaves empty
     pattern: str | None = option(None, metavar="TEXT")
 
     @property
@@ -120,6 +121,7 @@ class Scan(NamedRecordings):
 
     def __call__(self, run: Run) -> Outcome:
         from leakmel.dataset.inputs import propose_build
+        from leakmel.recordings.labels import unused_tables
         from leakmel.recordings.manifest import hints, shared_groups
         from leakmel.recordings.problems import CANNOT_BE_USED, count_kinds, group_of, how_many
 
@@ -138,7 +140,9 @@ class Scan(NamedRecordings):
             f"{name} {sum(counts.values()):,} ({', '.join(f'{show_path(x)} {k:,}' for x, k in counts.items()) or 'none'})"
             for name, counts in manifest.counts().items()
         ]
-        whole = list(hints(manifest))
+        # a table that names the recordings, and is not used, explains why they have no label
+        unused = next(unused_tables(Path(self.root), vars(self)), None) if lost and not self.table else None
+        whole = [] if unused else list(hints(manifest))
         lines = [f"{how_many(len(manifest), 'recording')}: {', '.join(parts)}", *whole]
         lines += [repr(manifest.preview)] * (manifest.preview is not None)
         where = "" if self.content else " in names and folders (--content also reads the recordings)"
@@ -151,7 +155,8 @@ class Scan(NamedRecordings):
         if len(manifest):
             proposal = propose_build(manifest, os.fspath(self.root), options=self.words)
             facts = (line for line in proposal.lines() if line.strip() != proposal.command)
-            lines.append(run.answer(facts, next=proposal.command))
+            then = proposal.command or self._other_names(manifest, unused)
+            lines.append(run.answer(facts, next=then))
         lines += [f"listing: {stored}"] * (stored is not None)
         body = {
             "root": show_path(manifest.root),
@@ -169,6 +174,19 @@ class Scan(NamedRecordings):
         }
         is_ok = len(manifest) and not lost and not (self.strict and problems)
         return Outcome(manifest, body, "\n".join(lines), 0 if is_ok else 1)
+
+    def _other_names(self, manifest: "lm.Manifest", unused: tuple[str, Path, Path, str] | None) -> str:
+        "Return the command that takes the labels from where they are: a table, or folders one level deeper; empty: from neither."
+        from leakmel.dataset.inputs import LABELS_DEEPER
+        from leakmel.recordings.manifest import deeper_labels
+
+        words = ["--pattern", LABELS_DEEPER] if deeper_labels(manifest) else []
+        root = self.root
+        if unused is not None:
+            _, file, where, columns = unused
+            root = root if where == Path(os.path.abspath(root)) else show_path(where)
+            words = ["--table", os.path.relpath(file), *(["--columns", columns] if columns else [])]
+        return join(["leakmel", "scan", root, *words, *["--content"] * self.content]) if words else ""
 
 # %% ../../nbs/operations/data.ipynb #e0cb2b5d
 @dataclass(frozen=True, repr=False)
@@ -459,7 +477,6 @@ class Build(WithFeatures):
         lines = [
             *build_answer(results, self.words),
             *(f"uploaded: {r.summary['uploaded']}" for r in results if "uploaded" in r.summary),
-            *(f"report: {path}" for path in report.values()),
         ]
         how = [*results[0].summary["mode_lines"], *map(build_text, results)]
         then: list[str] = []
@@ -474,6 +491,7 @@ class Build(WithFeatures):
                 shown = [*map(show_path, labels[:6]), *[f"{len(labels):,} in all"] * (len(labels) > 6)]
                 lines.insert(len(results), f"Which label names leaks? Found {', '.join(shown)}{table}")
             then = [f"next: leakmel train {quote(show_path(made))} --out detector{leak}"]
+        lines[len(results) : len(results)] = [f"report: {path}" for path in report.values()]
         answer = run.answer([*lines, *notes], how)
         return Outcome(
             results, body | report, "\n".join([answer, *self._analysis_lines(results, run), *then])

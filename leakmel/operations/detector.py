@@ -407,27 +407,32 @@ class Train(WithTraining):
         "Train and evaluate."
         result = self.train(plan, run)
         evaluation = self.evaluate(plan, result, run)
-        lines = self._answer(result, evaluation)
+        # a command in the first step is the one to paste
+        step, _, command = next(iter(result.next_steps), "").partition("`")
+        lines = self._answer(result, evaluation, f"{step.rstrip(': ')}." if command else step)
         rest = [repr(result), *([evaluation.report(run.width)] if evaluation is not None else [])]
         report: dict[str, str] = {}
         if self.report:
             from leakmel.detector.reports import training_report
 
             report["report"] = show_path(training_report(result, evaluation, plan.out / "report.html"))
-            rest.insert(0, f"report: {report['report']}")
+            lines.insert(4, f"report: {report['report']}")
         body = run_summary(result, evaluation) | report
-        then = f"leakmel predict FOLDER --model {quote(show_path(result.model_path))}"
+        then = (
+            command.partition("`")[0]
+            or f"leakmel predict FOLDER --model {quote(show_path(result.model_path))}"
+        )
         return Outcome(result, body, run.answer(lines, rest, next=then))
 
-    def _answer(self, result: "lm.TrainResult", evaluation: "lm.Evaluation | None") -> list[str]:
-        "Return what a person acts on: the detector, its evaluation, and the next steps."
+    def _answer(self, result: "lm.TrainResult", evaluation: "lm.Evaluation | None", step: str) -> list[str]:
+        "Return what a person acts on: the detector, its evaluation, and the next step."
         from leakmel.detector.evaluate.evaluation import evaluation_answer
         from leakmel.detector.model.card import evaluation_text
 
         known = evaluation_text(result.detector.evaluations)
         lines = [known] if evaluation is None else evaluation_answer(evaluation)
         model = f"{show_path(result.model_path)}: {result.detector.kind} detector"
-        return [result.summary["stamp"], *lines[:3], *result.next_steps[:1], model, *lines[3:]]
+        return [result.summary["stamp"], *lines[:3], step, model, *lines[3:]]
 
     def resample(
         self, files: Sequence[Path], out: Path, run: Run
@@ -600,8 +605,10 @@ class Evaluate(Operation):
         written = found.save(plan.out, plots=self.figures or run.keeps) if run.keeps or self.out else {}
         recorded = try_to_record(plan.given["model"], found, plan.given["data"])
         paths = {name: show_path(path) for name, path in written.items()}
+        answer = evaluation_answer(found)
+        page = [f"figures: {path}" for path in paths.values() if path.endswith(".html")]
         text = run.answer(
-            [*evaluation_answer(found), recorded * ("not recorded" in recorded)],
+            [*answer[:4], *page, *answer[4:], recorded * ("not recorded" in recorded)],
             [recorded, f"written: {', '.join(paths.values())}" * bool(paths), found.report(run.width)],
             next=f"leakmel predict FOLDER --model {quote(show_path(plan.given['model']))}",
         )
@@ -717,7 +724,6 @@ class Predict(Operation):
                 remedy=f"see {show_path(plan.out / 'predictions.rejected.csv')}",
             )
         body = done.summary
-        text = done.text(run.width, run.full)
         if run.keeps:
             write_summary(plan.out, {"ok": True} | body)
         if self.report and len(done):
@@ -725,5 +731,5 @@ class Predict(Operation):
 
             path = prediction_report(done, plan.given["out"].with_suffix(".report.html"), self.n_shown)
             body = body | {"report": show_path(path)}
-            text += f"\nreport: {body['report']}"
+        text = done.text(run.width, run.full, body.get("report", ""))
         return Outcome(done, body, text, 0 if len(done) else 1)

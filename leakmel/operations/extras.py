@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import leakmel as lm
-from leakmel.core.errors import DataError, OutputError, UsageError, explain, missing_remedy, show_path
+from leakmel.core.errors import (
+    DataError,
+    OutputError,
+    UsageError,
+    explain,
+    install_command,
+    missing_remedy,
+    show_path,
+)
 from leakmel.core.files import replacing
 from leakmel.core.operation import (
     Operation,
@@ -68,11 +76,14 @@ def check_report(path: str) -> Path:
 
 # %% ../../nbs/operations/extras.ipynb #093ce7e2
 NOTEBOOKS = Path(lm.__file__).parent / "notebooks"  # installed with the package
+LAB = NOTEBOOKS.with_name("lab")  # settings of JupyterLab: no question about news
 
 
 def start_kinds() -> Kinds:
     "Return the names and types of the parameters of start.ipynb."
-    paths = dict.fromkeys(("data_root", "table", "labels", "group", "new_recordings", "out"), (str, None))
+    paths = dict.fromkeys(
+        ("data_root", "table", "pattern", "labels", "group", "new_recordings", "out"), (str, None)
+    )
     words = dict.fromkeys(("columns", "leak_label", "detector", "device"), (str,))
     return {**paths, **words, "sample_rate": (int, None), "duration_s": (float, None)}
 
@@ -92,14 +103,16 @@ class WorkingFolder:
             "folder": show_path(self.folder),
             "created": list(self.created),
             "kept": list(self.kept),
-            "next": f"jupyter lab {shlex.quote(show_path(self.folder))} --LabApp.news_url=None",
+            "next": shlex.join(
+                ["jupyter", "lab", show_path(self.folder), f"--LabApp.app_settings_dir={LAB}"]
+            ),
         }
 
     def __repr__(self) -> str:
         notes = {
             f"  existing notebooks were not changed: {', '.join(self.kept)}": self.kept,
             "  To get a new copy of one, rename it and run the command again.": self.kept,
-            "JupyterLab is not installed. Install it: pip install 'leakmel[learn,notebook]'": (
+            f"JupyterLab is not installed. Install it: {install_command('learn', 'notebook')}": (
                 importlib.util.find_spec("jupyterlab") is None
             ),
             "In JupyterLab, open start.ipynb and run its cells.": True,
@@ -770,25 +783,24 @@ class Nightly(Operation):
 
     def plan(self, run: Run) -> DetectorPlan:
         "Find recordings, detector and state folder."
-        model, _, plan = plan_scoring(self, run)
+        model, detector, plan = plan_scoring(self, run)
         state = user_path(self.state) if self.state else runs_folder() / "nightly"
         budget = f"{self.budget:g} false visits per 100 sensor-nights, {self.audits} audits"
         given = {
             **plan.given,
-            "model": model,
+            "model": detector or model,
             "state": state,
             **values_of(self, "budget audits visited reference time_from device"),
         }
-        return DetectorPlan({**plan.inputs, "budget": budget}, state, given)
+        return DetectorPlan({**plan.inputs, "budget": budget}, state, given, {"model": model})
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Score, and write the tables and summary.json into the state folder."
         done = lm.nightly(**plan.given, progress=run.progress)
         body = {"ok": True} | done.summary
         write_summary(plan.out, body)
-        text = run.answer(
-            [done.text()], next=f"leakmel review FOLDER --model {shlex.quote(show_path(plan.given['model']))}"
-        )
+        places = map(show_path, (plan.given["folder"], "--model", plan.files["model"]))
+        text = run.answer([done.text()], next=shlex.join(["leakmel", "review", *places]))
         return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
 
 # %% ../../nbs/operations/extras.ipynb #7f3efe20

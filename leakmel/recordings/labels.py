@@ -414,34 +414,52 @@ def read_labels(table: LabelTable) -> CurrentLabels:
 _OF_PEOPLE = {"labels": "has labels by people", "table": "lists recordings with their labels"}
 
 
-def _in_table(file: Path, folder: Path) -> tuple[str, Path]:
-    "Return the parameter that uses a table by people, and the folder in which it names a recording; empty: none, or a result of leakmel."
+def _in_table(file: Path, folder: Path) -> tuple[str, Path, str]:
+    """Return the parameter that uses a table by people, the folder in which it names a recording, and its columns with other names.
+
+    The parameter is empty for another table, or a result of leakmel.
+    """
     with open(files.open_regular_file(file), "rb") as f:
         table = csv_table(file, decode_text(f.read(1 << 16).rpartition(b"\n")[0], file), LABELS_COLUMNS)
-    columns = [column_name(name) for name in table.names]
-    # predictions, evaluations, suggestions and retraining rounds have scores
-    if not {"path", "label"} <= {*columns} or {"score", "predicted"} & {*columns}:
-        return "", folder
-    paths = [cells[columns.index("path")] for _, cells in itertools.islice(table.lines, 100)]
-    kind = "labels" if {"by", "when"} <= {*columns} else "table"
+    names = {column_name(name): name for name in table.names}
+    rows = [cells for _, cells in itertools.islice(table.lines, 100)]
+    texts = dict(zip(table.names, zip(*rows, strict=False), strict=False))
+    kind = "labels" if {"by", "when"} <= {*names} else "table"
     places = (folder, *split_folders(folder).values(), folder.parent)
-    return next(((kind, x) for x in places if any((x / path).is_file() for path in paths)), ("", folder))
+    # predictions, evaluations, suggestions and retraining rounds have scores
+    for place in () if {"score", "predicted"} & {*names} else places:
+        own = [names["path"]] if "path" in names else texts
+        path = next((name for name in own if any((place / text).is_file() for text in texts[name])), None)
+        leaks = (name for name in texts if name != path and comparison.likely_leaks(texts[name]))
+        label = names.get("label") or next(leaks, None)
+        if path is not None and label is not None:
+            is_usual = {"path", "label"} <= {*names}
+            return kind, place, "" if is_usual else f"path={path.strip()},label={label.strip()}"
+    return "", folder, ""
 
 
-def unused_tables(folder: Path, given: Mapping[str, Any], how: str) -> Iterator[str]:
-    """Name the tables with labels by people in a folder of recordings, or next to it, that an operation does not use.
+def unused_tables(folder: Path, given: Mapping[str, Any]) -> Iterator[tuple[str, Path, Path, str]]:
+    """Find the tables with labels by people in a folder of recordings, or next to it, that an operation does not use.
 
     These are labels.csv of `leakmel review`, and tables of recordings; a table counts if it names one of the recordings, and if no other
-    one is among the parameters of the operation. `how` says how to give it: "add --{} {}".
+    one is among the parameters of the operation. Yields the parameter, the file, the folder of its paths and its columns with other names.
     """
     for file in (f for place in (folder, folder.parent) for f in sorted(place.glob("[!.]*.[cC][sS][vV]"))):
         with contextlib.suppress(DataError, OSError, LookupError):
-            kind, where = _in_table(file, folder)
+            kind, where, columns = _in_table(file, folder)
             is_named = kind == "table" and given.get("pattern")
             if kind and not is_named and not os.path.lexists(given.get(kind) or ""):
-                way = how if kind in given else "leakmel build uses it with --{}"
-                root = f", and give the folder {show_path(where)}" if where == folder.parent else ""
-                yield f"{show_path(file)} {_OF_PEOPLE[kind]} and is not used: {way.format(kind, show_path(file))}{root}"
+                yield kind, file, where, columns
+
+
+def unused_tables_text(folder: Path, given: Mapping[str, Any], how: str) -> Iterator[str]:
+    "Name the tables of `unused_tables` in sentences; `how` says how to give a parameter: `add --{} {}`."
+    for kind, file, where, columns in unused_tables(folder, given):
+        way = how if kind in given else "leakmel build uses it with --{}"
+        columns = columns and (how.format("columns", columns) if kind in given else f"--columns {columns}")
+        root = f", and give the folder {show_path(where)}" if where == folder.parent else ""
+        more = f" and {columns}" if columns else ""
+        yield f"{show_path(file)} {_OF_PEOPLE[kind]} and is not used: {way.format(kind, show_path(file))}{more}{root}"
 
 # %% ../../nbs/recordings/labels.ipynb #0564b40f
 def relabel_manifest(

@@ -36,13 +36,23 @@ from leakmel.recordings.naming import (
     Naming,
     ParsedPath,
     PatternPreview,
+    fill_parts,
+    guess_pattern,
+    pattern_fields,
     pattern_naming,
     preview_names,
     split_name,
     unread_fields,
 )
 from leakmel.recordings.problems import Problem, ProblemReport, how_many
-from leakmel.recordings.tables import NameTable, missing_files, paths_below_root, read_table, table_columns
+from leakmel.recordings.tables import (
+    NameTable,
+    fill_from_names,
+    missing_files,
+    paths_below_root,
+    read_table,
+    table_columns,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -340,6 +350,33 @@ def named_by(manifest: Manifest) -> dict[str, str]:
     return {name: text for name, text in given.items() if text}
 
 
+def with_guess(manifest: Manifest) -> tuple[Manifest, str]:
+    """Read sensors and times from the names by a guessed pattern; returns the manifest, and the pattern.
+
+    The pattern is empty, and the manifest as it was, where a pattern was given, a sensor is known, or the names have no sensors that repeat.
+    """
+    if manifest.naming.pattern or (manifest.table["sensor"] != "").any():
+        return manifest, ""
+    pattern = guess_pattern([path for x in manifest.listings for path in x.paths])
+    listings = [
+        replace(x, parts=tuple(fill_parts(own, p, pattern) for own, p in zip(x.names, x.paths, strict=True)))
+        for x in manifest.listings
+        if pattern
+    ]
+    n_sensors = len({name.sensor for x in listings for name in x.names})
+    is_useful = 1 < n_sensors <= len(manifest) / 2
+    return (replace(manifest, listings=tuple(listings)), pattern) if is_useful else (manifest, "")
+
+
+def deeper_labels(manifest: Manifest) -> list[str]:
+    "Return the names of the second folders of all paths, where these name leaks and the first folders, which are the labels, do not."
+    if not manifest.naming.labels_by_folder or comparison.likely_leaks(map(show_path, manifest.label_names)):
+        return []
+    paths = [path.split(b"/") for x in manifest.listings for path in x.paths]
+    names = sorted({show_path(path[1]) for path in paths if len(path) > 2})
+    return names if comparison.likely_leaks(names) and min(map(len, paths)) > 2 else []
+
+
 def predict_command(manifest: Manifest) -> str:
     "Return the command that scores the recordings of a manifest; MODEL stands for the detector."
     named = [(f"--{name}", text) for name, text in named_by(manifest).items() if name != "pattern"]
@@ -522,7 +559,12 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
 
 # %% ../../nbs/recordings/manifest.ipynb #d3b691eb
 def _by_table(
-    root: Path, split: str | None, table: NameTable, columns: dict[str, str], on_found: Callable[[int], None]
+    root: Path,
+    split: str | None,
+    naming: Naming,
+    table: NameTable,
+    columns: dict[str, str],
+    on_found: Callable[[int], None],
 ) -> Manifest:
     if split is not None and table.splits is None:
         raise UsageError(
@@ -535,8 +577,7 @@ def _by_table(
     wanted = _wanted_splits(split, set(table.splits or ()), table.file, "table names no recording of")
     all_found = found_below(root, root, on_found, set(table.paths))[0]
     present = {file[0]: file for file in all_found}
-    table = paths_below_root(table, present.keys())
-    naming = Naming("table", base="root")
+    table = fill_from_names(paths_below_root(table, present.keys()), naming)
     labels = _sorted_labels(label or None for label in table.labels)
     listings: list[Listing] = []
     for name in wanted or [""]:
@@ -563,6 +604,9 @@ def _by_table(
         notes.append(
             Problem("not_in_table", show_path(unnamed[0]), f"{n} not in the table; this is the first")
         )
+    if naming.pattern:
+        by_name = pattern_naming(naming.pattern)
+        notes += [_no_match(naming, show_path(path)) for path in table.paths if not by_name.read(path).fits]
     missing = [path for x in listings for path, size in zip(x.paths, x.sizes, strict=True) if size < 0]
     notes += missing_files(missing, sum(map(len, listings)), root)
     return Manifest(
@@ -600,19 +644,13 @@ def scan(
     table: str | os.PathLike | None = None,
     # columns of the table that have other names: {"sensor": "pipe"}, or "sensor=pipe"
     columns: Mapping[str, str] | str | None = None,
-    # pattern of the paths, for example "{label}/{session}/{sensor}~{*}~{start_time}~{gain}"
+    # pattern of the paths, for example "{label}/{session}/{sensor}~{*}~{start_time}~{gain}"; with a table it reads what the table leaves empty
     pattern: str | None = None,
     with_labels: bool = True,  # False: the table needs no column label
     progress: str = "auto",  # progress display: "auto", "notebook", "terminal", "log" or "none"
 ) -> Manifest:  # raises DataError for a missing folder or split, UsageError for a pattern that cannot be used
     "List the recordings of a data folder, using only names and stat unless `content` is set."
     began = time.perf_counter()
-    if table is not None and pattern is not None:
-        raise UsageError(
-            "a table and a pattern cannot be used together",
-            code="conflicting-parameters",
-            remedy="give only one of them",
-        )
     if columns and table is None:
         raise UsageError(
             "columns describes the columns of a table, but no table was given",
@@ -621,15 +659,23 @@ def scan(
             remedy="give the table too (table=, --table)",
         )
     naming = pattern_naming(pattern)
+    if table is not None:
+        if {"label", "split"} & pattern_fields(naming.pattern):
+            raise UsageError(
+                "label and split come from the table, and the pattern has one of them",
+                code="conflicting-parameters",
+                found=naming.pattern,
+                remedy="write {*} for it in the pattern, or give only one of table and pattern",
+            )
+        naming = Naming("table", naming.pattern, "root")
     root = files.existing_folder(
         root, "give the folder that holds TRAINING, VALIDATION and TESTING, or label folders"
     )
     with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
         if table is not None:
             wanted = table_columns(columns)
-            manifest = _by_table(
-                root, split, read_table(table, wanted, with_labels=with_labels), wanted, count.add
-            )
+            names = read_table(table, wanted, with_labels=with_labels)
+            manifest = _by_table(root, split, naming, names, wanted, count.add)
         else:
             manifest = (_by_names if naming.base == "root" else _by_folders)(root, split, naming, count.add)
     if isinstance(root, StorePath) and not len(manifest) and not manifest.label_names:

@@ -411,12 +411,17 @@ class ParsedPath:
     unread: Mapping[str, str] = field(default_factory=dict)  # texts of fields that are not a time or a gain
 
 # %% ../../nbs/recordings/naming.ipynb #5a6b3845
+def pattern_fields(pattern: str) -> set[str]:
+    "Return the names of the fields of a pattern; none without one."
+    return {name for kind, name in pattern_tokens(pattern) if kind == "field"} if pattern else set()
+
+
 @dataclass(frozen=True)
 class Naming:
     "Source of labels and metadata: folders, a pattern or a table."
 
     source: str = "folders"  # "folders", "pattern" or "table"
-    pattern: str = ""
+    pattern: str = ""  # of a table: what it leaves empty is read from the names by it
     base: str = "split"  # paths are relative to the folder of the "split", or to the "root"
 
     def __post_init__(self) -> None:
@@ -424,7 +429,8 @@ class Naming:
         if (
             self.source not in ("folders", "pattern", "table")
             or self.base != ("root" if self.source == "table" or by_name else "split")
-            or bool(self.pattern) != (self.source == "pattern")
+            or (self.source != "table" and bool(self.pattern) != (self.source == "pattern"))
+            or (self.source == "table" and {"label", "split"} & pattern_fields(self.pattern))
         ):
             raise DataError("the naming contradicts itself", code="invalid-naming", found=repr(self))
 
@@ -493,6 +499,13 @@ def pattern_naming(
     if not isinstance(pattern, str):
         raise UsageError("the pattern must be text", code="wrong-type", found=repr(pattern))
     return Naming("pattern", pattern, "root" if ("field", "split") in pattern_tokens(pattern) else "split")
+
+
+def fill_parts(own: NameParts, path: bytes, pattern: str) -> NameParts:
+    "Fill what is empty in the parts of a name with what a pattern reads from its path."
+    read = pattern_naming(pattern).read(path).parts
+    empty = (x for x in NameParts._fields if getattr(own, x) == "" or (x == "gain" and math.isnan(own.gain)))
+    return own._replace(**{x: getattr(read, x) for x in empty if x in pattern_fields(pattern)})
 
 # %% ../../nbs/recordings/naming.ipynb #0900e597
 def unread_fields(parsed: Sequence[ParsedPath]) -> Iterator[tuple[int, str]]:

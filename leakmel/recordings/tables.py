@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from leakmel.core.comparison import match_texts, text_key
 from leakmel.core.errors import DataError, UsageError, explain, show_path
-from leakmel.recordings.naming import TIME_FORMS, NameParts, iso_time, split_name
+from leakmel.recordings.naming import TIME_FORMS, NameParts, Naming, fill_parts, iso_time, split_name
 from leakmel.recordings.problems import Problem, how_many
 from leakmel.recordings.wav import digest_of
 
@@ -279,8 +279,9 @@ def csv_table(file: Path, text: str, names: Collection[str] = ()) -> CsvTable:
     lines.seek(0)
     known = {*TABLE_COLUMNS, *map(column_name, names)}
 
-    def count(delimiter: str) -> int:
-        return sum(column_name(cell.strip().strip('"')) in known for cell in head.split(delimiter))
+    def count(delimiter: str) -> tuple[int, int]:
+        cells = [column_name(cell.strip().strip('"')) for cell in head.split(delimiter)]
+        return sum(cell in known for cell in cells), len(cells)
 
     delimiter = sep[1] if sep else max(",;\t", key=count)
     rows = _lines(file, csv.reader(lines, delimiter=delimiter, strict=True), 2 if sep else 1)
@@ -415,6 +416,14 @@ def paths_below_root(table: NameTable, known: Collection[bytes]) -> NameTable:
             remedy="remove one of the two; paths can be relative to the data folder or to the folder of their split",
         )
     return replace(table, paths=paths)
+
+
+def fill_from_names(table: NameTable, naming: Naming) -> NameTable:
+    "Read what a table leaves empty from the names, where its naming has a pattern."
+    if not naming.pattern:
+        return table
+    named = zip(table.parts, table.paths, strict=True)
+    return replace(table, parts=[fill_parts(own, path, naming.pattern) for own, path in named])
 
 # %% ../../nbs/recordings/tables.ipynb #0feb3bf4
 def missing_files(

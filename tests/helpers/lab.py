@@ -17,6 +17,8 @@ import nbformat
 import pytest
 from watched import MARKS, Watched
 
+from leakmel.operations.extras import LAB
+
 ROOT = Path(__file__).resolve().parents[2]
 # What is asked of a page, in JavaScript.
 ERRORS = "[data-mime-type='application/vnd.jupyter.error'], [data-mime-type='application/vnd.jupyter.stderr']"
@@ -144,7 +146,7 @@ def jupyter_lab(
         "--ip=127.0.0.1",
         f"--ServerApp.root_dir={project / 'nbs'}",
         "--LabApp.extension_manager=readonly",
-        "--LabApp.news_url=",
+        f"--LabApp.app_settings_dir={LAB}",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     ]
     with serving(command, project / "nbs", project, more=more) as (_, url):

@@ -315,7 +315,7 @@ def test_front_page_has_a_picture_and_links_by_task(site):
     parts = [
         "<h1>leakmel",
         "is a Python package for",
-        "mels.png",
+        "visits.png",
         *(
             f"<h2>{title}<"
             for title in (

@@ -278,13 +278,43 @@ def test_a_split_that_was_not_named_is_named(tmp_path: Path, make_wav: Any, say:
         assert say("build", "d", "--out", f"x{k}.h5", *option, "--quiet", "--check", "1")[0] == 0
 
 
-def test_the_parent_of_a_label_folder_is_named(tmp_path: Path, make_wav: Any, say: Say) -> None:
+def test_labels_that_lie_elsewhere_are_found_by_the_command_that_is_printed(
+    tmp_path: Path, make_wav: Any, say: Say
+) -> None:
+    "In the parent folder; in a table of a spreadsheet with its own names of columns; in folders one level deeper."
     _label_folders(tmp_path / "d", make_wav)
     status, text = say("scan", "d/LEAK")
     assert status == 1
     parent = re.search(r"give its parent (.+)$", text, re.M)
     assert parent is not None
     assert say("scan", parent[1])[0] == 0
+    for k in range(8):
+        make_wav(tmp_path / "loggers" / f"LOG{k // 2}_2026110{1 + k % 2}_0200.wav", seed=k)
+        make_wav(tmp_path / "sites" / "AB"[k % 2] / ("Leck", "kein Leck")[k // 4] / f"{k}.wav", seed=k)
+    cells = [f"LOG{k // 2}_2026110{1 + k % 2}_0200.wav;{('Leck', 'trocken')[k // 4]};{k},5" for k in range(8)]
+    (tmp_path / "liste.csv").write_text("\n".join(["\ufeffDatei;Zustand;Pegel", *cells]), encoding="utf-8")
+    status, text = say("scan", "loggers")
+    assert status == 1
+    assert "give its parent" not in text
+    (command,) = commands_in(text)
+    assert command == ["scan", "loggers", "--table", "liste.csv", "--columns", "path=Datei,label=Zustand"]
+    status, text = say(*command)
+    assert status == 0, text
+    assert "groups: 4 sensors, read from the names by --pattern" in text
+    (command,) = commands_in(text)
+    assert say(*command, "--quiet", "--check", "1")[0] == 0
+    given = ("--table", "liste.csv", "--columns", "path=Datei,label=Zustand")
+    assert "ok: " in say("verify", "loggers.h5", "--root", "loggers", *given)[1]
+    with lm.open_dataset("loggers.h5") as ds:
+        assert ds.files["sensor"].nunique() == 4
+        assert ds.files["start_time"][0] == "2026-11-01T02:00:00"
+    assert say("build", "sites", "--out", "x.h5", "--quiet")[0] == 1
+    (command,) = commands_in(say("scan", "sites")[1])
+    status, text = say(*command)
+    assert "Leck 4, kein Leck 4" in text
+    assert "2 sessions" in text
+    (command,) = commands_in(text)
+    assert say(*command, "--quiet", "--check", "1")[0] == 0
 
 
 # ---- lines that are not shown

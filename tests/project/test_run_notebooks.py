@@ -13,6 +13,7 @@ import nbformat
 import pytest
 from each import each
 from notebook_runs import ROOT, RunHere, copy_project, error_of, papermill, run_here
+from papermill import inspect_notebook
 from parameter_tables import parameter_defaults
 
 import leakmel as lm
@@ -150,6 +151,7 @@ def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
     exec(cell.source, {}, given)
     assert len(given) <= 15
     assert set(given) <= set(KINDS[name]())
+    assert set(inspect_notebook(ROOT / "nbs" / f"{name}.ipynb")) == set(given), "papermill reads each line"
     defaults = {
         "evaluate": parameter_defaults(Evaluate),
         "search": parameter_defaults(Search),

@@ -1,11 +1,13 @@
 "The first half hour on folders as users have them: what README and the printed next steps say is typed, and the answer is right."
 
 import csv
+import itertools
+import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,65 +32,134 @@ def put(path: Path, is_leak: bool, seed: int, pipe: int, seconds: float = 4.0) -
     write_wav(path, (sound * level).clip(-32_000, 32_000).astype(np.int16), RATE)
 
 
+def put_table(
+    file: Path, rows: Sequence[Sequence[str]], delimiter: str = ",", encoding: str = "utf-8"
+) -> None:
+    "Write a table as a program saves it."
+    with open(file, "w", encoding=encoding, newline="") as text:
+        csv.writer(text, delimiter=delimiter).writerows(rows)
+
+
+def unwrapped(text: str) -> list[str]:
+    "Join the lines that were wrapped at 100 characters."
+    lines: list[str] = []
+    last = ""
+    for line in text.splitlines():
+        is_rest = line.startswith("  ") and len(last) + 1 + len(line.split()[0]) > 100
+        lines = [*lines[:-1], f"{lines[-1]} {line.strip()}"] if lines and is_rest else [*lines, line]
+        last = line
+    return lines
+
+
 class Walk:
-    "A person at a shell, in a folder."
+    "A person at a shell, in a folder, with a home folder of their own."
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.text = ""
 
-    def type(self, line: str, most_lines: int = 20) -> str:
-        "Type a command that must succeed and say at most so much; return what it said."
+    def type(self, line: str, status: int = 0, listing: int = 0) -> str:
+        "Type a command, which answers in five lines below a listing of so many; return the answer."
         words = [sys.executable, "-m", *shlex.split(line)]
-        done = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, timeout=300)
-        self.text = done.stdout
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-        assert len(self.text.splitlines()) <= most_lines, f"{line}\n{self.text}"
+        environment = {**os.environ, "HOME": str(self.folder / "home"), "MPLBACKEND": "agg"}
+        done = subprocess.run(
+            words, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300
+        )
+        lines = unwrapped(done.stdout)
+        self.text = "\n".join(lines)
+        assert done.returncode == status, f"{line}\n{done.stdout}\n{done.stderr}"
+        answer = [x for x in lines if not re.match(r"next: |\(.* more lines: --full\)", x)]
+        assert len(answer) <= listing + 5, f"{line}\n{self.text}"
         return self.text
 
-    def command(self, beginning: str) -> str:
-        "Return the command that the last text proposes."
-        found = re.search(rf"^(?:next:)? *(leakmel {beginning} [^;\n]*)", self.text, re.M)
+    def proposed(self, beginning: str) -> str:
+        "Return the command that the last answer proposes to paste."
+        found = re.search(rf"^next: (leakmel {beginning} .*)$", self.text, re.M)
         assert found, f"no {beginning}:\n{self.text}"
         return found[1]
 
-    def to_a_detector(self, scan: str) -> str:
-        "Scan, build, train and predict as printed; return what the training said."
-        self.type(f"{scan} --content")
-        self.type(self.command("build"), 8)
-        said = self.type(self.command("train"), 12)
-        self.type(self.command("predict").replace("FOLDER", shlex.split(scan)[2]))
+    def to_a_detector(self, scan: str, new: str = "") -> str:
+        "Scan, build, train and predict as printed, each with its page; return what the training said."
+        self.type(f"{scan} --content", listing=6)
+        self.type(f"{self.proposed('build')} --report")
+        said = self.type(f"{self.proposed('train')} --report")
+        assert (self.folder / "detector" / "report.html").is_file()
+        predict = self.proposed("predict").replace("FOLDER", new or shlex.split(scan)[2])
+        self.type(f"{predict} --out scores.csv --report")
+        assert (self.folder / "scores.report.html").is_file()
+        self.proposed("review")
         return said
+
+    def evaluate(self, data: str, *more: str) -> str:
+        "Evaluate the detector, with its page."
+        said = self.type(shlex.join(["leakmel", "evaluate", data, "--model", "detector", *more]))
+        self.type(
+            shlex.join(["leakmel", "evaluate", data, "--model", "detector", "--out", "test", "--figures"])
+        )
+        assert (self.folder / "test" / "evaluation.html").is_file()
+        return said
+
+
+def utility(walk: Walk) -> None:
+    "A utility's loggers: sensors and dates in names such as LOG1001_20261101_0200.wav, labels in a table next to the folder."
+    rows = [("file", "label")]
+    for s, night in itertools.product(range(12), range(1, 7)):
+        name = f"LOG{1001 + s}_202611{night:02d}_0200.wav"
+        put(walk.folder / "recordings" / name, s % 3 == 0, 50 * s + night, s % 6)
+        rows.append((name, "leak" if s % 3 == 0 else "no leak"))
+    for s, night in itertools.product(range(12), range(7, 10)):
+        name = f"LOG{1001 + s}_202611{night:02d}_0200.wav"
+        put(walk.folder / "later" / name, s % 3 == 0 or s == 5, 1000 * night + s, s % 6)
+    put_table(walk.folder / "labels.csv", rows)
+    walk.type("leakmel scan recordings", status=1, listing=6)  # no recording has a label
+    scan = walk.proposed("scan")
+    assert scan == "leakmel scan recordings --table labels.csv"
+    said = walk.to_a_detector(scan, "later")
+    assert "72 recordings of 12 sensors, 5 folds by sensor" in said
+    assert re.search(r"(\d+) of 36 recordings are leaks at threshold", walk.text)[1] == "15"  # type: ignore[index]
+    said = walk.type("leakmel nightly later --model detector --state nightly")
+    assert "too few nights to be sure (5): " in said
+    assert "LOG1006" in said
+    assert "leakmel review " in walk.proposed("review")
 
 
 def lengths(walk: Walk) -> None:
     "Two label folders, with lengths that all differ."
     for k in range(40):
-        put(
-            walk.folder / "own" / ("NO_LEAK", "LEAK")[k % 2] / f"rec{k:03d}.wav",
-            k % 2 > 0,
-            k,
-            k % 6,
-            4 + k / 20,
-        )
+        name = f"rec{k:03d}.wav"
+        put(walk.folder / "own" / ("NO_LEAK", "LEAK")[k % 2] / name, k % 2 > 0, k, k % 6, 4 + k / 20)
     said = walk.to_a_detector("leakmel scan own")
-    assert "Name the sensor of each recording" in " ".join(said.split())
+    assert "Name the sensor of each recording" in said
     assert re.search(r"(\d+) of 40 recordings are leaks at threshold", walk.text)[1] == "20"  # type: ignore[index]
+    said = walk.evaluate("own.h5")
+    assert "LEAKY SPLIT" in said
+    assert "at a new sensor: cannot be told" in said
 
 
 def table(walk: Walk) -> None:
     "A table of German Excel: semicolons, a mark of UTF-8, decimal commas, other names of columns."
-    rows = [("Datei", "Zustand", "Schacht", "Pegel")]
-    for k in range(40):
-        put(walk.folder / "messung" / f"Aufnahme {k:03d}.wav", k % 2 == 0, k, k // 2 % 10)
-        rows.append(
-            (f"Aufnahme {k:03d}.wav", ("Leck", "kein Leck")[k % 2], f"Schächte {k // 2 % 10}", f"0,{k}")
-        )
-    with open(walk.folder / "liste.csv", "w", encoding="utf-8-sig", newline="") as file:
-        csv.writer(file, delimiter=";").writerows(rows)
-    names = "--table liste.csv --columns path=Datei,label=Zustand,sensor=Schacht"
-    said = walk.to_a_detector(f"leakmel scan messung {names}")
-    assert "40 recordings of 10 sensors, 5 folds by sensor" in " ".join(said.split())
+    rows = {
+        "liste.csv": [("Datei", "Zustand", "Schacht", "Pegel")],
+        "neu.csv": [("Datei", "Zustand", "Schacht", "Pegel")],
+    }
+    for k in range(60):
+        name, file = f"Aufnahme {k:03d}.wav", ("liste.csv", "neu.csv")[k >= 40]
+        put(walk.folder / ("messung", "neu")[k >= 40] / name, k % 2 == 0, k, k // 2 % 10)
+        manhole = f"Schächte {k // 2 % 10 + 10 * (k >= 40)}"
+        rows[file].append((name, ("Leck", "kein Leck")[k % 2], manhole, f"0,{k}"))
+    for file, own in rows.items():
+        put_table(walk.folder / file, own, ";", "utf-8-sig")
+    walk.type("leakmel scan messung", status=1, listing=6)
+    scan = walk.proposed("scan")
+    assert scan == "leakmel scan messung --table liste.csv --columns path=Datei,label=Zustand"
+    said = walk.to_a_detector(f"{scan},sensor=Schacht")
+    assert "40 recordings of 10 sensors, 5 folds by sensor" in said
+    assert re.search(r"(\d+) of 40 recordings are leaks at threshold", walk.text)[1] == "20"  # type: ignore[index]
+    walk.type("leakmel scan neu --table neu.csv --columns path=Datei,label=Zustand,sensor=Schacht", listing=6)
+    walk.type(walk.proposed("build"))
+    said = walk.evaluate("neu.h5", "--training", "messung.h5")
+    assert "of 10 leaks found 10; of 10 without a leak 0 false alarms" in said
+    assert "better than a level meter: yes" in said
 
 
 def pipes(walk: Walk) -> None:
@@ -97,27 +168,32 @@ def pipes(walk: Walk) -> None:
         name = f"P{k % 3 + 1}~{k:03d}~202601{1 + k % 28:02d}_020000~8.wav"
         put(walk.folder / "own" / ("NO_LEAK", "LEAK")[k % 2] / name, k % 2 > 0, k, k % 3)
     walk.to_a_detector("leakmel scan own")
-    said = " ".join(walk.type("leakmel train own.h5 --out split --group sensor").split())
+    said = walk.type("leakmel train own.h5 --out split --group sensor")
     assert "at a new sensor: cannot be told" in said
-    said = walk.type("leakmel train own.h5 --out folds --group sensor --cross-validate")
-    assert "each of 3 sensors was left out once" in said
+    said = walk.type("leakmel train own.h5 --out folds --group sensor --cross-validate --report")
+    assert "only 3 sensors with a leak" in said
+    assert (walk.folder / "folds" / "report.html").is_file()
+    assert "of 20 leaks found" in walk.evaluate("own.h5")
 
 
-def fleet(walk: Walk) -> None:
-    "Nights of sixteen loggers with names of their own, one of which begins to hear a leak; the detector is from elsewhere."
+def nights(walk: Walk) -> None:
+    "Nights of sixteen loggers, one of which begins to record a leak in the eleventh night; the detector is from elsewhere."
     for k in range(40):
-        put(walk.folder / "own" / ("NO_LEAK", "LEAK")[k % 2] / f"rec{k:03d}.wav", k % 2 > 0, k, k % 6)
-    for night in range(1, 9):
-        for s in range(16):
-            name = f"LOG{1001 + s}_202611{night:02d}_0200.wav"
-            put(walk.folder / "fleet" / f"LOG{1001 + s}" / name, s == 5 and night > 3, 100 * night + s, s % 6)
+        name = f"rec{k:03d}.wav"
+        put(walk.folder / "own" / ("NO_LEAK", "LEAK")[k % 2] / name, k % 2 > 0, k, k % 6)
     walk.to_a_detector("leakmel scan own")
-    said = walk.type("leakmel nightly fleet --model detector --state nightly")
-    assert "LOG1006" in said
-    assert "{sensor}_{start_time}" in said
-    assert (walk.folder / "nightly" / "visits.html").is_file()
+    for first, last in ((1, 10), (11, 15)):
+        for night, s in itertools.product(range(first, last + 1), range(16)):
+            name = f"LOG{1001 + s}_202611{night:02d}_0200.wav"
+            is_leak = s == 5 and night > 10
+            put(walk.folder / "fleet" / f"LOG{1001 + s}" / name, is_leak, 100 * night + s, s % 6)
+        said = walk.type("leakmel nightly fleet --model detector --state nightly")
+        assert said.startswith(f"{last // 15} of 16 sensors to visit for their scores")
+    assert re.search(r"1  LOG1006  evidence  Scores rose", said)
+    assert f"leakmel review {walk.folder / 'fleet'} --model" in walk.proposed("review")
+    assert "LOG1006" in (walk.folder / "nightly" / "visits.html").read_text(encoding="utf-8")
 
 
-@each("user", [lengths, table, pipes, fleet])
+@each("user", [utility, lengths, table, pipes, nights])
 def test_the_first_half_hour(user: Callable[[Walk], None], tmp_path: Path) -> None:
     user(Walk(tmp_path))

@@ -12,7 +12,7 @@ from notebook_runs import run_here
 
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.operations.extras import NOTEBOOKS, make_working_folder
+from leakmel.operations.extras import LAB, NOTEBOOKS, make_working_folder
 from leakmel.recordings.demo import write_wav
 
 pytestmark = pytest.mark.site
@@ -24,7 +24,7 @@ VIEWPORT = {"width": 1400, "height": 12800}  # tall, so that a picture shows a w
 def test_init_makes_the_folder_and_names_the_next_command(tmp_path, capsys):
     assert main(["init", str(tmp_path / "my work"), "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
-    assert body["next"] == f"jupyter lab '{tmp_path / 'my work'}' --LabApp.news_url=None"
+    assert body["next"] == f"jupyter lab '{tmp_path / 'my work'}' --LabApp.app_settings_dir={LAB}"
     assert body["kept"] == []
     assert set(os.listdir(tmp_path / "my work")) == {*body["created"], "runs"}
     assert body["created"] == sorted(p.name for p in NOTEBOOKS.iterdir())
@@ -109,6 +109,18 @@ def test_start_in_this_process(tmp_path, monkeypatch):
     assert run.error == ""
     assert "No part is kept for the test: 24 recordings are fewer than 300" in run.text
     assert "24 recordings (12 leaks) of 24 groups: 5 folds" in run.text
+    for k in range(8):  # sensors and dates in names, labels in a table, of one sensor with a leak
+        name = f"LOG{k // 2}_2026110{1 + k % 2}_0200.wav"
+        (tmp_path / "loggers").mkdir(exist_ok=True)
+        write_wav(tmp_path / "loggers" / name, np.random.default_rng(k).integers(-99, 99, 8192, "<i2"), 4096)
+    rows = [f"LOG{k // 2}_2026110{1 + k % 2}_0200.wav,{'NL'[k < 2]}" for k in range(8)]
+    (tmp_path / "labels.csv").write_text("\n".join(["name,label", *rows]))
+    named = {"table": str(tmp_path / "labels.csv"), "columns": "path=name"}
+    run = run_here("start.ipynb", **own | {"data_root": str(tmp_path / "loggers")} | named)
+    assert run.error == ""
+    assert "read from the names by pattern = '{**}/{sensor}_{start_time}'" in run.text
+    assert "The detector was not evaluated: cross-validation is not possible" in run.text
+    assert '"ok": true' in run.text
     run = run_here("start.ipynb", **own | {"data_root": str(tmp_path / "absent")})
     assert "no such folder" in run.error
     assert "Traceback" not in run.error + run.text

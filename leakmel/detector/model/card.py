@@ -189,7 +189,7 @@ def next_steps(
         ),
         (
             by == "recording",
-            "Name the sensor of each recording (build with --table): recordings of one sensor were trained on and scored, "
+            "Name the sensor of each recording, in a table or by a pattern: recordings of one sensor were trained on and scored, "
             "so new sensors will give a lower figure.",
         ),
         *(

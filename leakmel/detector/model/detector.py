@@ -167,6 +167,7 @@ class Detector:
     evaluations: tuple[card.EvaluationRecord, ...] = ()  # of this classifier
     # Brier scores, on recordings of known groups before those of new ones; empty: not known
     reliability: tuple[Brier, ...] = ()
+    path: str = "a detector in memory"  # the file it was read from, as it is displayed
 
     def __post_init__(self):
         is_share = isinstance(self.share, Real) and not isinstance(self.share, bool) and 0 < self.share <= 1
@@ -369,6 +370,7 @@ def load_detector(
                 held_out=card.held_out_from_plain(values.get("held_out")),
                 evaluations=tuple(map(card.record_from_plain, head["evaluations"])),
                 reliability=tuple(map(card.brier_from_plain, head.get("reliability", []))),
+                path=show_path(os.path.abspath(path)),
                 **{name: head[name] for name in _PLAIN_FIELDS},
             )
     except (DataError, MachineError):

@@ -178,10 +178,8 @@ class Rule:
 # %% ../../../nbs/detector/predict/predict.ipynb #11e7b3c5
 def detector_of(model: str | os.PathLike | Detector) -> tuple[Detector, str]:
     "Load a detector unless it is one; return also where it comes from. Raises DataError."
-    if isinstance(model, Detector):
-        return model, "a detector in memory"
-    file = model_file(model)
-    return load_detector(file), show_path(os.path.abspath(file))
+    detector = model if isinstance(model, Detector) else load_detector(model_file(model))
+    return detector, detector.path
 
 
 def rule_of(
@@ -576,8 +574,8 @@ class Predictions:
             "rejected_out": None if self.out is None else show_path(rejected_path(self.out)),
         }
 
-    def text(self, width: int = 100, full: bool = True) -> str:
-        "Return the answer as text: how many are leaks, the most suspicious, and what to know of the scores; without `full` five lines."
+    def text(self, width: int = 100, full: bool = True, report: str = "") -> str:
+        "Return the answer as text: how many are leaks, the most suspicious, the page, and what to know of the scores; without `full` five lines."
         s = self.summary
         share = f" ({100 * s['leaks'] / len(self):.0f} %)" if len(self) else ""
         n_learned = s["in_training"] or 0
@@ -603,6 +601,7 @@ class Predictions:
             ),
             f"{learned}: such scores do not show how it works on other recordings": n_learned,
             f"rejected: {reasons}": reasons,
+            f"report: {report}": report,
         }
         lines = [note for note, applies in notes.items() if applies]
         n_most = 4 - len(lines)  # of an answer of five lines

@@ -362,7 +362,7 @@ def finish_training(
     return _write_result(run.out, detector, state.data, run.seconds, start_text, state)
 
 
-def _words_of(data: states.TrainingData, out: Path) -> str:
+def _words_of(data: states.TrainingData, out: Path, kind: str) -> str:
     "Return data sets and task as words of `leakmel train`, for another run with the same recordings."
     task, paths = data.task, [show_path(s.path) for s in data.training.sources]
     if len(paths) > 3:
@@ -371,6 +371,8 @@ def _words_of(data: states.TrainingData, out: Path) -> str:
     words = [word for pair in pairs for word in pair if word]
     if task.leak_label.casefold() != "leak":
         words += ["--leak-label", task.leak_label]
+    if kind != "spectral":
+        words += ["--detector", kind]
     if task.kind == BINARY:
         words += ["--kind", BINARY]
     if left_out := [name for name, k in zip(task.class_names, task.to_model, strict=True) if k == LEFT_OUT]:
@@ -419,7 +421,7 @@ def _result_of(
         "threshold_from": detector.threshold_from,
         "evaluation": evaluation_text(detector.evaluations),
         "evaluation_result": evaluation_result(detector.evaluations),
-        "next_steps": steps_of(detector, _words_of(data, path.parent), quote(show_path(path))),
+        "next_steps": steps_of(detector, _words_of(data, path.parent, detector.kind), quote(show_path(path))),
         "seconds": seconds,
         "n_parameters": detector.classifier.n_parameters,
         "begin": begin,

@@ -299,7 +299,9 @@ class NightlyRun:
         high = (r for r in self.sensors if r.visit not in LISTED and (r.score or 0.0) >= 0.5)
         found = sorted(high, key=lambda r: -(r.score or 0.0))
         names = [f"{r.sensor} {r.score:.2f} ({how_many(r.nights, 'night')})" for r in found[:MAX_NAMED]]
-        return f"High scores, too few nights to be sure ({len(found):,}): {', '.join(names)}" if found else ""
+        are_new = all(r.nights <= nights.MIN_NIGHTS for r in found)
+        why = "too few nights to be sure" if are_new else "no evidence that they rose"
+        return f"High scores, {why} ({len(found):,}): {', '.join(names)}" if found else ""
 
     @property
     def headline(self) -> str:

@@ -29,6 +29,7 @@ from leakmel.core.errors import (
     LeakmelError,
     MissingPackageError,
     UsageError,
+    install_command,
     require_choice,
     require_count,
     show_path,
@@ -878,14 +879,14 @@ def lab_command(
         raise MissingPackageError(
             "JupyterLab is not installed",
             code="missing-package",
-            remedy="install it: pip install 'leakmel[learn,notebook]'",
+            remedy=f"install it: {install_command('learn', 'notebook')}",
         )
     return [
         *(sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1"),
         f"--ServerApp.root_dir={notebook.parent}",
         f"--LabApp.default_url=/doc/tree/{notebook.name}",
         "--LabApp.expose_app_in_browser=True",  # for the cell that starts the page
-        "--LabApp.news_url=None",  # no question about news
+        f"--LabApp.app_settings_dir={Path(leakmel.__file__).parent / 'lab'}",  # no question about news
         *(["--allow-root"] if os.geteuid() == 0 else []),
         *([] if browser else ["--no-browser"]),
     ]
