@@ -687,6 +687,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'leakmel/dataset/inputs.py'),
                                         'leakmel.dataset.inputs._tied_headers': ( 'dataset/inputs.html#_tied_headers',
                                                                                   'leakmel/dataset/inputs.py'),
+                                        'leakmel.dataset.inputs._whole': ('dataset/inputs.html#_whole', 'leakmel/dataset/inputs.py'),
                                         'leakmel.dataset.inputs.check_listing': ( 'dataset/inputs.html#check_listing',
                                                                                   'leakmel/dataset/inputs.py'),
                                         'leakmel.dataset.inputs.check_target': ( 'dataset/inputs.html#check_target',

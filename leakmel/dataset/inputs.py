@@ -416,6 +416,10 @@ def _missing_labels(manifest: Manifest) -> list[str]:
 LABELS_DEEPER = "{session}/{label}/{**}/{*}"
 
 
+def _whole(manifest: Manifest) -> Manifest:
+    return scan(manifest.root, pattern=manifest.naming.pattern or None)
+
+
 def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataError
     "Check that a split has recordings, and that each label has some."
     if len(listing) == 0:
@@ -427,7 +431,6 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             found="; ".join(["no file whose name ends in .wav or .wave", *seen]),
             remedy="check the path of the folder",
         )
-    by_folder = manifest.naming.labels_by_folder
     if not manifest.label_names and manifest.table_path is not None:
         raise errors.DataError(
             "the table has no label for any recording",
@@ -436,7 +439,7 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             found=f"{len(listing):,} recordings without a label",
             remedy=f"fill in the column label, or score the recordings with a detector ({predict_command(manifest)})",
         )
-    if not manifest.label_names and not by_folder:
+    if not manifest.label_names and not manifest.naming.labels_by_folder:
         raise errors.DataError(
             "the pattern matches no recording",
             code="pattern-matches-nothing",
@@ -469,11 +472,9 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             path=manifest.root,
             remedy="rename one of them; label names are stored as text",
         )
-    # labels that are not folders come from recordings; the whole, of which parts are built, was checked
-    missing = _missing_labels(manifest) if by_folder and not manifest.part_of else []
-    if missing:  # other splits, which the manifest does not list, may have some
-        missing = _missing_labels(scan(manifest.root, pattern=manifest.naming.pattern or None))
-    if missing:
+    # labels that are not folders come from recordings; the whole of parts was checked; other splits may have some
+    is_whole = manifest.naming.labels_by_folder and not manifest.part_of
+    if is_whole and _missing_labels(manifest) and (missing := _missing_labels(_whole(manifest))):
         raise errors.DataError(
             f"labels have no recordings in any split: {', '.join(map(errors.show_path, missing))}",
             code="empty-label",

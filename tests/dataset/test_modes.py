@@ -561,7 +561,7 @@ def test_auto_reports_needed_and_free_memory_and_the_reason(mixed, tmp_path):
     assert choose_mode("auto", gb, PipelineConfig(cache_dir="c"), free_bytes=gb).used == "memmap"
     assert choose_mode("preload", 2 * gb, config, free_bytes=4 * gb).used == "preload"
     assert choose_mode("preload", 2 * gb + 1, config, free_bytes=4 * gb).used == "memmap"
-    with raises("unknown-mode", UsageError, expected="auto or stream or preload or memmap"):
+    with raises("unknown-mode", UsageError, expected="auto, stream, preload, memmap"):
         build(mixed, tmp_path / "x.h5", "ram")
 
 

@@ -77,7 +77,7 @@ def test_number_of_figures_is_limited(tmp_path, detector):
     assert len(suspicious_mels(found, MOST_RECORDINGS).data) == 6
     assert "No recording is to be shown" in suspicious_mels(found, 0).layout.title.text
     for most in (-1, MOST_RECORDINGS + 1):
-        with raises("out-of-range", UsageError, found=most):
+        with raises("out-of-range", UsageError, found=str(most)):
             make(Predict, {"n_shown": most}).plan(Run("none", keeps=True))
 
 

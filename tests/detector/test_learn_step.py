@@ -705,7 +705,7 @@ OTHERS: dict[str, Any] = {
 def test_each_setting_has_another_test_value():
     usual = asdict(TrainSettings(batch_size=24, channels=(8, 8), warmup_share=0.2))
     assert set(OTHERS) == set(usual) - {"accumulation"}  # a former name
-    assert all(OTHERS[name] != value for name, value in usual.items())
+    assert all(usual[name] != value for name, value in OTHERS.items())
 
 
 @each("name", sorted(OTHERS))
