@@ -4553,6 +4553,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'leakmel/recordings/labels.py'),
                                            'leakmel.recordings.labels._line': ( 'recordings/labels.html#_line',
                                                                                 'leakmel/recordings/labels.py'),
+                                           'leakmel.recordings.labels._names_recording': ( 'recordings/labels.html#_names_recording',
+                                                                                           'leakmel/recordings/labels.py'),
                                            'leakmel.recordings.labels._open_labels': ( 'recordings/labels.html#_open_labels',
                                                                                        'leakmel/recordings/labels.py'),
                                            'leakmel.recordings.labels._open_table': ( 'recordings/labels.html#_open_table',

@@ -141,7 +141,10 @@ class Scan(NamedRecordings):
             for name, counts in manifest.counts().items()
         ]
         # a table that names the recordings, and is not used, explains why they have no label
-        unused = next(unused_tables(Path(self.root), vars(self)), None) if lost and not self.table else None
+        tables = (
+            unused_tables(Path(os.path.abspath(self.root)), vars(self)) if lost and not self.table else ()
+        )
+        unused = next((found for found in tables if found[0] == "table"), None)
         whole = [] if unused else list(hints(manifest))
         lines = [f"{how_many(len(manifest), 'recording')}: {', '.join(parts)}", *whole]
         lines += [repr(manifest.preview)] * (manifest.preview is not None)
@@ -185,7 +188,11 @@ class Scan(NamedRecordings):
         if unused is not None:
             _, file, where, columns = unused
             root = root if where == Path(os.path.abspath(root)) else show_path(where)
-            words = ["--table", os.path.relpath(file), *(["--columns", columns] if columns else [])]
+            words = [
+                "--table",
+                show_path(os.path.relpath(file)),
+                *(["--columns", columns] if columns else []),
+            ]
         return join(["leakmel", "scan", root, *words, *["--content"] * self.content]) if words else ""
 
 # %% ../../nbs/operations/data.ipynb #e0cb2b5d

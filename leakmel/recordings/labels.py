@@ -33,6 +33,7 @@ from leakmel.recordings.listing import (
     Listing,
     existing_folder,
     found_below,
+    is_recording_name,
     is_system_folder,
     read_content,
     split_folders,
@@ -414,28 +415,38 @@ def read_labels(table: LabelTable) -> CurrentLabels:
 _OF_PEOPLE = {"labels": "has labels by people", "table": "lists recordings with their labels"}
 
 
+def _names_recording(text: str) -> bool:
+    "Whether a cell can be the path of a recording below a folder."
+    is_below = not os.path.isabs(text) and ".." not in Path(text).parts
+    return is_below and is_recording_name(os.fsencode(os.path.basename(text)))
+
+
 def _in_table(file: Path, folder: Path) -> tuple[str, Path, str]:
     """Return the parameter that uses a table by people, the folder in which it names a recording, and its columns with other names.
 
-    The parameter is empty for another table, or a result of leakmel.
+    The parameter is empty for another table, a result of leakmel, or names of columns that no command can hold.
     """
     with open(files.open_regular_file(file), "rb") as f:
         table = csv_table(file, decode_text(f.read(1 << 16).rpartition(b"\n")[0], file), LABELS_COLUMNS)
     names = {column_name(name): name for name in table.names}
     rows = [cells for _, cells in itertools.islice(table.lines, 100)]
-    texts = dict(zip(table.names, zip(*rows, strict=False), strict=False))
+    texts = dict(zip(table.names, itertools.zip_longest(*rows, fillvalue=""), strict=False))
     kind = "labels" if {"by", "when"} <= {*names} else "table"
-    places = (folder, *split_folders(folder).values(), folder.parent)
+    # a label repeats, a comment does not
+    leaks = (n for n, x in texts.items() if len({*x}) <= max(4, len(x) // 4) and comparison.likely_leaks(x))
+    label = names.get("label") or next(leaks, None)
     # predictions, evaluations, suggestions and retraining rounds have scores
-    for place in () if {"score", "predicted"} & {*names} else places:
-        own = [names["path"]] if "path" in names else texts
-        path = next((name for name in own if any((place / text).is_file() for text in texts[name])), None)
-        leaks = (name for name in texts if name != path and comparison.likely_leaks(texts[name]))
-        label = names.get("label") or next(leaks, None)
-        if path is not None and label is not None:
-            is_usual = {"path", "label"} <= {*names}
-            return kind, place, "" if is_usual else f"path={path.strip()},label={label.strip()}"
-    return "", folder, ""
+    if label is None or {"score", "predicted"} & {*names}:
+        return "", folder, ""
+    own = [names["path"]] if "path" in names else texts
+    cells = [(name, text) for name in own for text in texts[name] if _names_recording(text)]
+    places = (folder, *split_folders(folder).values(), folder.parent)
+    found = ((place, name) for place in places for name, text in cells if os.path.isfile(place / text))
+    place, path = next(found, (folder, ""))
+    is_usual = {"path", "label"} <= {*names}
+    columns = "" if is_usual else f"path={path.strip()},label={label.strip()}"
+    can_be_typed = columns.isprintable() and (columns.count(","), columns.count("=")) in ((0, 0), (1, 2))
+    return kind if path and can_be_typed else "", place, columns
 
 
 def unused_tables(folder: Path, given: Mapping[str, Any]) -> Iterator[tuple[str, Path, Path, str]]:
@@ -447,8 +458,13 @@ def unused_tables(folder: Path, given: Mapping[str, Any]) -> Iterator[tuple[str,
     for file in (f for place in (folder, folder.parent) for f in sorted(place.glob("[!.]*.[cC][sS][vV]"))):
         with contextlib.suppress(DataError, OSError, LookupError):
             kind, where, columns = _in_table(file, folder)
-            is_named = kind == "table" and given.get("pattern")
-            if kind and not is_named and not os.path.lexists(given.get(kind) or ""):
+            is_named = kind == "table" and "{label}" in (given.get("pattern") or "")
+            if (
+                kind
+                and file.name.isprintable()
+                and not is_named
+                and not os.path.lexists(given.get(kind) or "")
+            ):
                 yield kind, file, where, columns
 
 

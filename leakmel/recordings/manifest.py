@@ -353,19 +353,28 @@ def named_by(manifest: Manifest) -> dict[str, str]:
 def with_guess(manifest: Manifest) -> tuple[Manifest, str]:
     """Read sensors and times from the names by a guessed pattern; returns the manifest, and the pattern.
 
-    The pattern is empty, and the manifest as it was, where a pattern was given, a sensor is known, or the names have no sensors that repeat.
+    The pattern is empty, and the manifest as it was, where a pattern was given, a sensor is known, the names have no sensors that repeat,
+    or the guess takes the label folder for a sensor.
     """
     if manifest.naming.pattern or (manifest.table["sensor"] != "").any():
         return manifest, ""
     pattern = guess_pattern([path for x in manifest.listings for path in x.paths])
-    listings = [
-        replace(x, parts=tuple(fill_parts(own, p, pattern) for own, p in zip(x.names, x.paths, strict=True)))
-        for x in manifest.listings
-        if pattern
-    ]
-    n_sensors = len({name.sensor for x in listings for name in x.names})
-    is_useful = 1 < n_sensors <= len(manifest) / 2
-    return (replace(manifest, listings=tuple(listings)), pattern) if is_useful else (manifest, "")
+    if not pattern:
+        return manifest, ""
+    is_table = manifest.naming.source == "table"
+    naming = Naming("table", pattern, "root") if is_table else pattern_naming(pattern)
+    listings, sensors = [], dict[str, None]()
+    for x in manifest.listings:
+        parts = [fill_parts(own, p, pattern) for own, p in zip(x.names, x.paths, strict=True)]
+        listings.append(replace(x, naming=naming, parts=tuple(parts) if is_table else None))
+        for path, name in zip(x.paths, parts, strict=True):
+            if not is_table and name.sensor == os.fsdecode(path.partition(b"/")[0]):
+                return manifest, ""
+            sensors |= {name.sensor: None} if name.sensor else {}
+    is_useful = 1 < len(sensors) <= len(manifest) / 2
+    return (
+        (replace(manifest, naming=naming, listings=tuple(listings)), pattern) if is_useful else (manifest, "")
+    )
 
 
 def deeper_labels(manifest: Manifest) -> list[str]:
@@ -398,7 +407,8 @@ def hints(manifest: Manifest) -> Iterator[str]:
     "Yield sentences on the whole set, the most important first."
     first = manifest.listings[0]
     if manifest.naming.labels_by_folder and len(manifest) and not first.split and (first.label_ids < 0).all():
-        yield f"no recording lies in a label folder; this looks like one label folder: give its parent {show_path(manifest.root.parent)}"
+        parent = f"give its parent {show_path(manifest.root.parent)}"
+        yield f"no recording lies in a label folder; this looks like one label folder: {parent}; recordings without labels: leakmel nightly, leakmel predict"
     if text := unlabelled_hint(manifest):
         yield text
     for by, n in shared_groups(manifest).items():

@@ -411,9 +411,14 @@ class ParsedPath:
     unread: Mapping[str, str] = field(default_factory=dict)  # texts of fields that are not a time or a gain
 
 # %% ../../nbs/recordings/naming.ipynb #5a6b3845
-def pattern_fields(pattern: str) -> set[str]:
+@functools.cache
+def pattern_fields(pattern: str) -> frozenset[str]:
     "Return the names of the fields of a pattern; none without one."
-    return {name for kind, name in pattern_tokens(pattern) if kind == "field"} if pattern else set()
+    return (
+        frozenset(name for kind, name in pattern_tokens(pattern) if kind == "field")
+        if pattern
+        else frozenset()
+    )
 
 
 @dataclass(frozen=True)
@@ -503,9 +508,9 @@ def pattern_naming(
 
 def fill_parts(own: NameParts, path: bytes, pattern: str) -> NameParts:
     "Fill what is empty in the parts of a name with what a pattern reads from its path."
-    read = pattern_naming(pattern).read(path).parts
+    read, known = pattern_naming(pattern).read(path).parts, pattern_fields(pattern)
     empty = (x for x in NameParts._fields if getattr(own, x) == "" or (x == "gain" and math.isnan(own.gain)))
-    return own._replace(**{x: getattr(read, x) for x in empty if x in pattern_fields(pattern)})
+    return own._replace(**{x: getattr(read, x) for x in empty if x in known})
 
 # %% ../../nbs/recordings/naming.ipynb #0900e597
 def unread_fields(parsed: Sequence[ParsedPath]) -> Iterator[tuple[int, str]]:

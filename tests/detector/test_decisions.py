@@ -422,8 +422,13 @@ def test_records_of_a_hostile_model_file_are_refused_or_escaped() -> None:
     brier = Brier("sensor", 12, 0.1, 0.25)
     assert brier_from_plain(asdict(brier)) == brier
     assert "\x1b" not in str(brier_from_plain(asdict(brier) | {"by": "\x1b[2J"}))
+    for wrong in ({"score": float("nan")}, {"base": 1.5}, {"groups": 0}):
+        with pytest.raises(UsageError, match="out of range"):
+            brier_from_plain(asdict(brier) | wrong)
+    assert len(brier_from_plain(asdict(brier) | {"by": "x" * 10_000}).by) == 100
     for wrong in ({"score": "0.1"}, {"by": None}, {"more": 1}):
         with pytest.raises((TypeError, LookupError, UsageError)):
             brier_from_plain(asdict(brier) | wrong)
     small = replace(record, kind=CROSS_VALIDATION), replace(record, auc_low=None, auc_high=None)
     assert best_evaluation(small) is small[0], "a test set without an interval says less"
+    assert best_evaluation([small[0], replace(small[0], kind=TEST_SET, stamps=("LEAKY",))]) is small[0]

@@ -237,7 +237,10 @@ def test_batches_that_are_accumulated_make_one_step():
 
 
 def test_former_name_of_the_micro_batch_is_taken_with_a_warning():
-    with pytest.warns(FutureWarning, match="now micro_batch=8; to add gradients of batches"):
+    with pytest.warns(
+        FutureWarning,
+        match="now micro_batch=8 .--micro-batch 8.; gradients of batches are added by accumulate_batches",
+    ):
         settings = TrainSettings(batch_size=24, accumulation=3)
     assert settings == TrainSettings(batch_size=24, micro_batch=8)
     unknown = TrainSettings(accumulation=4)

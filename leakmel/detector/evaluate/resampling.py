@@ -670,7 +670,8 @@ class LearningCurve(Resampled):
     def text(self) -> str:
         "Whether more recordings or more groups would help, in sentences."
         few = f"Each {self.groups.word} has too few recordings to leave some of them out."
-        return " ".join([g["text"] for g in self.gains.values()] + [few] * ("recordings" not in self.gains))
+        is_told = self.groups.word != "recording" and "recordings" not in self.gains
+        return " ".join([g["text"] for g in self.gains.values()] + [few] * is_told)
 
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."

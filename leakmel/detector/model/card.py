@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.core.errors import show_path
+from leakmel.core.errors import UsageError, show_path
 from leakmel.core.parameters import check_types, field_kinds
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.data.splits import LEAKY_SPLIT, recordings_table
@@ -132,15 +132,22 @@ def held_out_from_plain(
 def brier_from_plain(values: Mapping[str, Any]) -> Brier:  # raises TypeError, LookupError, UsageError
     "Make the Brier scores that a model file stores; their texts can be shown in a terminal."
     check_types(dict(values), field_kinds(Brier))
-    return Brier(**{**values, "by": show_path(values["by"])})
+    made = Brier(**{**values, "by": show_path(values["by"][:100])})
+    if not (0 <= made.score <= 1 and 0 <= made.base <= 1 and 0 < made.groups < 1 << 53):
+        raise UsageError("the Brier score is out of range", code="usage", found=repr(made)[:200])
+    return made
 
 
 NEVER_EVALUATED = "Never evaluated: how well it detects leaks is unknown"
 
 
 def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
-    "Return the evaluation that says most: one with an interval, a test set before a cross-validation, the latest."
-    return max(reversed(evaluations), key=lambda e: (e.auc_low is not None, e.kind == TEST_SET), default=None)
+    "Return the evaluation that says most: one without leakage, with an interval, a test set before a cross-validation, the latest."
+    return max(
+        reversed(evaluations),
+        key=lambda e: (not e.stamps, e.auc_low is not None, e.kind == TEST_SET),
+        default=None,
+    )
 
 
 def evaluation_text(evaluations: Sequence[EvaluationRecord]) -> str:

@@ -82,9 +82,9 @@ Where leaks are rarer, the probabilities are too high.
 {% for b in d.reliability %}
 | {{ b.by }} | {{ b.groups }} | {{ "{:.3f}".format(b.score) }} | {{ "{:.3f}".format(b.base) }} |
 {% endfor %}
-{% if not d.reliability[-1].is_useful %}
+{% if not d.reliability[-1].is_useful and d.reliability[-1].by != "recording" %}
 
-On a new {{ d.reliability[-1].by }} the probability says less than the share of leaks: `predict` prints none for recordings of new sensors.
+On a new {{ d.reliability[-1].by }} the probability says less than the share of leaks: `predict` prints none for recordings of new or unnamed sensors.
 {% endif %}
 {% endif %}
 {% else %}

@@ -369,7 +369,7 @@ def load_detector(
                 ),
                 held_out=card.held_out_from_plain(values.get("held_out")),
                 evaluations=tuple(map(card.record_from_plain, head["evaluations"])),
-                reliability=tuple(map(card.brier_from_plain, head.get("reliability", []))),
+                reliability=tuple(map(card.brier_from_plain, head.get("reliability", [])[:3])),
                 path=show_path(os.path.abspath(path)),
                 **{name: head[name] for name in _PLAIN_FIELDS},
             )

@@ -122,9 +122,7 @@ class LoaderSettings(_CheckedSettings):
     buffer_blocks: int = 64  # loader stream: number of blocks whose items are shuffled together
 
 # %% ../../../nbs/detector/model/settings.ipynb #33f63230
-_FORMER = (
-    "the setting accumulation is now micro_batch={}; to add gradients of batches, use accumulate_batches"
-)
+_FORMER = "the setting accumulation is now micro_batch={0} (--micro-batch {0}); gradients of batches are added by accumulate_batches"
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ class TrainSettings(AugmentSettings, LoaderSettings):
             )
         if self.accumulation > 1 and self.batch_size:
             pieces = -(-self.batch_size // self.accumulation)
-            object.__setattr__(self, "micro_batch", pieces)
+            object.__setattr__(self, "micro_batch", self.micro_batch or pieces)
             object.__setattr__(self, "accumulation", 1)
             warnings.warn(_FORMER.format(pieces), FutureWarning, stacklevel=3)
         if self.label_smoothing and self.loss == "focal":
@@ -232,7 +230,12 @@ def with_length(
     channels = settings.channels or ((24, 48, 64) if is_small else (48, 96, 192, 384))
     drawn = MIN_STEPS * batch * settings.accumulate_batches
     usual = max(0.0 if is_small else 0.2, drawn / (settings.epochs * max(1, n_items)))
-    return replace(settings, batch_size=batch, channels=channels, epoch_share=settings.epoch_share or usual)
+    return replace(
+        settings,
+        batch_size=batch,
+        channels=channels,
+        epoch_share=settings.epoch_share or min(usual, _RANGES["epoch_share"][1]),
+    )
 
 # %% ../../../nbs/detector/model/settings.ipynb #cede3bbf
 def settings_from(

@@ -593,7 +593,7 @@ class Predictions:
 
         brier = f"; Brier score {', '.join(map(str, self.reliability))}"
         if n_without := s["without_probability"]:
-            brier += f": no probability for {n_without:,} recordings of new sensors"
+            brier += f": no probability for {n_without:,} recordings of new or unnamed sensors"
         notes = {  # line -> whether it applies
             f"Detector: {s['evaluation']}{brier if self.calibration and self.reliability else ''}": True,
             "the model does not store its training recordings: some of these recordings may be among them": (
@@ -806,8 +806,10 @@ def predict(
         evaluations=detector.evaluations,
         reliability=detector.reliability,
     )
-    if done.calibration and not all(brier.is_useful for brier in detector.reliability[-1:]):
-        done = replace(done, withheld=~detector.provenance.has_sensors(scored.sensor.tolist()))
+    new = (brier for brier in detector.reliability[-1:] if brier.by != "recording")
+    if done.calibration and not all(brier.is_useful for brier in new):
+        known = detector.provenance.has_sensors(scored.sensor.tolist()) | (scored.in_training == 1)
+        done = replace(done, withheld=~known)
     if target is not None:
         done.write(target, all_columns=all_columns)
         done = replace(done, seconds=time.perf_counter() - began)

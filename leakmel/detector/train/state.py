@@ -45,7 +45,7 @@ from leakmel.detector.model.card import Provenance, provenance_of
 from leakmel.detector.model.detector import Detector, image_shape, score_rows
 from leakmel.detector.model.files import memory_guard
 from leakmel.detector.model.net import LeakNet, NetSettings, band_statistics
-from leakmel.detector.model.settings import SPEED_ONLY, TrainSettings, with_length
+from leakmel.detector.model.settings import SPEED_ONLY, TrainSettings, settings_from, with_length
 from leakmel.detector.train.step import StepFigures, Stepper, StepTimer, seeded_random, step_seed
 from leakmel.pages.plots import f32, styled_figure
 from leakmel.recordings.labels import LabelTable, joint_counts
@@ -229,7 +229,10 @@ def row_digests(source: MelDataset, progress: str = "auto") -> bytes:
 # %% ../../../nbs/detector/train/state.ipynb #d1660a8a
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     "List the differences of two results of `training_identity`, a few words each; without any it can be resumed."
-    pairs = [(n, before["settings"].get(n), v) for n, v in now["settings"].items()]
+    then = asdict(
+        settings_from(before["settings"])
+    )  # of an earlier release: with what has come since, and former names
+    pairs = [(n, list(x) if isinstance(x := then[n], tuple) else x, v) for n, v in now["settings"].items()]
     changes = [f"{n}={then!r} then, {v!r} now" for n, then, v in pairs if then != v]
     words = {"task": "another task", "training": "other training data", "validation": "other validation data"}
     return changes + [text for name, text in words.items() if before.get(name) != now.get(name)]

@@ -896,6 +896,7 @@ def review_parameters(
     folder: str, model: str | None, tables: list[str], queue: str, labels: str, by: str, n: int
 ) -> dict[str, object]:
     "Return the parameters of review.ipynb, with absolute paths; raises UsageError."
+    require_count("n", n)
     if any("," in table for table in tables):
         raise UsageError(
             "names of tables with commas cannot be used", code="wrong-value", found=", ".join(tables)

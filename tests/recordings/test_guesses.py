@@ -1,0 +1,89 @@
+"What is guessed from names and from tables that nobody named: never more than they say, and never what they must not do."
+
+import csv
+import os
+from pathlib import Path
+
+import pytest
+
+import leakmel as lm
+from leakmel.recordings.labels import unused_tables
+from leakmel.recordings.manifest import with_guess
+
+
+def put(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"RIFF")
+    return root
+
+
+def table(file: Path, *rows: tuple[str, ...]) -> Path:
+    with open(file, "w", newline="", encoding="utf-8") as f:
+        csv.writer(f).writerows(rows)
+    return file
+
+
+def test_label_folders_are_not_taken_for_sensors(tmp_path: Path) -> None:
+    "Names of times alone, as some recorders write them, also with a few others among them."
+    times = [f"{label}/202401{k:02d}_000000.WAV" for label in ("LEAK", "NO_LEAK") for k in range(1, 29)]
+    put(tmp_path, *times, "LEAK/LOG1_20240101_000000.wav", "LEAK/odd.wav")
+    manifest = lm.scan(tmp_path, progress="none")
+    assert with_guess(manifest) == (manifest, "")
+
+
+def test_guessed_sensors_can_be_built_as_by_the_pattern(tmp_path: Path) -> None:
+    names = [f"LEAK/LOG{k % 3}_202401{1 + k:02d}_0200.wav" for k in range(12)]
+    put(tmp_path, *names, "NO_LEAK/LOG7_20240101_0200.wav", "NO_LEAK/LOG7_20240102_0200.wav")
+    guessed, pattern = with_guess(lm.scan(tmp_path, progress="none"))
+    given = lm.scan(tmp_path, pattern=pattern, progress="none")
+    assert guessed.naming == given.naming
+    assert guessed.table.equals(given.table)
+    assert set(guessed.table["sensor"]) == {"LOG0", "LOG1", "LOG2", "LOG7"}
+
+
+def test_table_with_other_columns_is_found(tmp_path: Path) -> None:
+    put(tmp_path / "d", "a.wav", "b.wav")
+    rows = [("a.wav", "possible leak at valve 3", "leak"), ("b.wav",), ("c.wav", "calm", "no leak")]
+    file = table(tmp_path / "list.csv", ("file", "note", "state"), *rows)
+    ((kind, found, where, columns),) = unused_tables(tmp_path / "d", {})
+    assert (kind, found, where) == ("table", file, tmp_path / "d")
+    assert columns == "path=file,label=note" or columns == "path=file,label=state"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        ("\x1b[31mfile", "state"),
+        ("file\n\x1b[2Jnext: rm -rf x", "state"),
+        ("file", "sta\x07te"),
+        ("file,name", "state"),
+        ("file", "a=b"),
+    ],
+)
+def test_columns_that_no_command_can_hold_are_not_proposed(tmp_path: Path, head: tuple[str, str]) -> None:
+    put(tmp_path / "d", "a.wav")
+    table(tmp_path / "list.csv", head, ("a.wav", "leak"), ("b.wav", "no leak"))
+    assert [*unused_tables(tmp_path / "d", {})] == []
+
+
+def test_file_names_that_cannot_be_shown_are_not_proposed(tmp_path: Path) -> None:
+    put(tmp_path / "d", "a.wav")
+    for name in ("t\x1b[31m.csv", os.fsdecode(b"t\xff.csv")):
+        table(tmp_path / name, ("path", "label"), ("a.wav", "leak"), ("b.wav", "no leak"))
+    assert [*unused_tables(tmp_path / "d", {})] == []
+
+
+def test_cells_are_looked_for_below_the_folder_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Not elsewhere, and not where a cell is no name of a recording: each costs a call, on a network folder a long one."
+    put(tmp_path / "d", "a.wav")
+    put(tmp_path, "e.wav")
+    table(tmp_path / "list.csv", ("file", "state"), ("/etc/passwd", "leak"), ("../e.wav", "no leak"))
+    table(tmp_path / "log.csv", ("value", "state"), *[(f"{k}", "leak") for k in range(100)])
+    table(tmp_path / "long.csv", ("file", "state"), (f"{'x' * 300}.wav", "leak"), ("a.wav", "no leak"))
+    asked = list[str]()
+    real = os.path.isfile
+    monkeypatch.setattr(os.path, "isfile", lambda path: asked.append(str(path)) or real(path))
+    ((_, file, *_),) = unused_tables(tmp_path / "d", {})
+    assert file.name == "long.csv"
+    assert all(path.endswith(".wav") and str(tmp_path) in path for path in asked)
