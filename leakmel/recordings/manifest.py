@@ -363,15 +363,16 @@ def with_guess(manifest: Manifest) -> tuple[Manifest, str]:
         return manifest, ""
     is_table = manifest.naming.source == "table"
     naming = Naming("table", pattern, "root") if is_table else pattern_naming(pattern)
-    listings, sensors = [], dict[str, None]()
+    sensors = set[str]()
+    listings: list[Listing] = []
     for x in manifest.listings:
         parts = [fill_parts(own, p, pattern) for own, p in zip(x.names, x.paths, strict=True)]
         listings.append(replace(x, naming=naming, parts=tuple(parts) if is_table else None))
         for path, name in zip(x.paths, parts, strict=True):
             if not is_table and name.sensor == os.fsdecode(path.partition(b"/")[0]):
                 return manifest, ""
-            sensors |= {name.sensor: None} if name.sensor else {}
-    is_useful = 1 < len(sensors) <= len(manifest) / 2
+            sensors.add(name.sensor)
+    is_useful = 1 < len(sensors - {""}) <= len(manifest) / 2
     return (
         (replace(manifest, naming=naming, listings=tuple(listings)), pattern) if is_useful else (manifest, "")
     )

@@ -508,7 +508,8 @@ def pattern_naming(
 
 def fill_parts(own: NameParts, path: bytes, pattern: str) -> NameParts:
     "Fill what is empty in the parts of a name with what a pattern reads from its path."
-    read, known = pattern_naming(pattern).read(path).parts, pattern_fields(pattern)
+    read = pattern_naming(pattern).read(path).parts
+    known = pattern_fields(pattern)
     empty = (x for x in NameParts._fields if getattr(own, x) == "" or (x == "gain" and math.isnan(own.gain)))
     return own._replace(**{x: getattr(read, x) for x in empty if x in known})
 

@@ -422,7 +422,8 @@ def test_records_of_a_hostile_model_file_are_refused_or_escaped() -> None:
     brier = Brier("sensor", 12, 0.1, 0.25)
     assert brier_from_plain(asdict(brier)) == brier
     assert "\x1b" not in str(brier_from_plain(asdict(brier) | {"by": "\x1b[2J"}))
-    for wrong in ({"score": float("nan")}, {"base": 1.5}, {"groups": 0}):
+    values: list[dict[str, Any]] = [{"score": float("nan")}, {"base": 1.5}, {"groups": 0}]
+    for wrong in values:
         with pytest.raises(UsageError, match="out of range"):
             brier_from_plain(asdict(brier) | wrong)
     assert len(brier_from_plain(asdict(brier) | {"by": "x" * 10_000}).by) == 100

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from each import each
 
 import leakmel as lm
 from leakmel.recordings.labels import unused_tables
@@ -42,16 +43,7 @@ def test_guessed_sensors_can_be_built_as_by_the_pattern(tmp_path: Path) -> None:
     assert set(guessed.table["sensor"]) == {"LOG0", "LOG1", "LOG2", "LOG7"}
 
 
-def test_table_with_other_columns_is_found(tmp_path: Path) -> None:
-    put(tmp_path / "d", "a.wav", "b.wav")
-    rows = [("a.wav", "possible leak at valve 3", "leak"), ("b.wav",), ("c.wav", "calm", "no leak")]
-    file = table(tmp_path / "list.csv", ("file", "note", "state"), *rows)
-    ((kind, found, where, columns),) = unused_tables(tmp_path / "d", {})
-    assert (kind, found, where) == ("table", file, tmp_path / "d")
-    assert columns == "path=file,label=note" or columns == "path=file,label=state"
-
-
-@pytest.mark.parametrize(
+@each(
     "head",
     [
         ("\x1b[31mfile", "state"),
@@ -64,11 +56,6 @@ def test_table_with_other_columns_is_found(tmp_path: Path) -> None:
 def test_columns_that_no_command_can_hold_are_not_proposed(tmp_path: Path, head: tuple[str, str]) -> None:
     put(tmp_path / "d", "a.wav")
     table(tmp_path / "list.csv", head, ("a.wav", "leak"), ("b.wav", "no leak"))
-    assert [*unused_tables(tmp_path / "d", {})] == []
-
-
-def test_file_names_that_cannot_be_shown_are_not_proposed(tmp_path: Path) -> None:
-    put(tmp_path / "d", "a.wav")
     for name in ("t\x1b[31m.csv", os.fsdecode(b"t\xff.csv")):
         table(tmp_path / name, ("path", "label"), ("a.wav", "leak"), ("b.wav", "no leak"))
     assert [*unused_tables(tmp_path / "d", {})] == []
@@ -76,14 +63,25 @@ def test_file_names_that_cannot_be_shown_are_not_proposed(tmp_path: Path) -> Non
 
 def test_cells_are_looked_for_below_the_folder_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Not elsewhere, and not where a cell is no name of a recording: each costs a call, on a network folder a long one."
-    put(tmp_path / "d", "a.wav")
+    put(tmp_path / "d", "a.wav", "b.wav")
+    # also where a row is short; a label repeats, a comment does not
+    rows = [("a.wav", "possible leak at valve 3", "leak"), ("b.wav",), ("c.wav", "calm", "no leak")]
+    file = table(tmp_path / "list.csv", ("file", "note", "state"), *rows)
+    ((kind, found, where, columns),) = unused_tables(tmp_path / "d", {})
+    assert (kind, found, where) == ("table", file, tmp_path / "d")
+    assert columns in ("path=file,label=note", "path=file,label=state")
     put(tmp_path, "e.wav")
     table(tmp_path / "list.csv", ("file", "state"), ("/etc/passwd", "leak"), ("../e.wav", "no leak"))
     table(tmp_path / "log.csv", ("value", "state"), *[(f"{k}", "leak") for k in range(100)])
     table(tmp_path / "long.csv", ("file", "state"), (f"{'x' * 300}.wav", "leak"), ("a.wav", "no leak"))
     asked = list[str]()
     real = os.path.isfile
-    monkeypatch.setattr(os.path, "isfile", lambda path: asked.append(str(path)) or real(path))
+
+    def noting(path: Path) -> bool:
+        asked.append(str(path))
+        return real(path)
+
+    monkeypatch.setattr(os.path, "isfile", noting)
     ((_, file, *_),) = unused_tables(tmp_path / "d", {})
     assert file.name == "long.csv"
     assert all(path.endswith(".wav") and str(tmp_path) in path for path in asked)
