@@ -1132,7 +1132,7 @@ def test_command(sets: Path, right: SearchResult, tmp_path: Path, capsys: pytest
     assert main(words) == 0
     output = capsys.readouterr().out
     assert "leakmel evaluate" in output
-    assert max(map(len, output.splitlines())) <= 100
+    assert max(len(line) for line in output.splitlines() if not line.startswith("next:")) <= 100
     assert_same(tmp_path / "run", right)
     assert main([*words, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)

@@ -400,7 +400,7 @@ def test_the_notebook_shows_all_of_a_run(executed, runs):
     assert "files_per_batch: 4, 3, 2" in executed.text
     assert advice(read_run(runs / "b")) in executed.text
     for name in ("TRAINING", "VALIDATION", "TESTING"):
-        assert f"{name}: " in executed.text
+        assert f"PERFORMANCE ANALYSIS: {name}" in executed.text
     assert not any("widget" in kind for o in executed.outputs for kind in o.get("data", {})), (
         "complete without a kernel"
     )
