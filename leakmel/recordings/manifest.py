@@ -408,8 +408,8 @@ def hints(manifest: Manifest) -> Iterator[str]:
     "Yield sentences on the whole set, the most important first."
     first = manifest.listings[0]
     if manifest.naming.labels_by_folder and len(manifest) and not first.split and (first.label_ids < 0).all():
-        parent = f"give its parent {show_path(manifest.root.parent)}"
-        yield f"no recording lies in a label folder; this looks like one label folder: {parent}; recordings without labels: leakmel nightly, leakmel predict"
+        unlabelled = "leakmel nightly and leakmel predict need no labels"
+        yield f"no recording lies in a label folder ({unlabelled}); this looks like one label folder: give its parent {show_path(manifest.root.parent)}"
     if text := unlabelled_hint(manifest):
         yield text
     for by, n in shared_groups(manifest).items():

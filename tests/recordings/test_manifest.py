@@ -753,8 +753,8 @@ def test_a_split_without_recordings_is_named(tmp_path: Path) -> None:
 def test_single_label_folder_is_distinguished_from_a_data_set(tmp_path: Path) -> None:
     put(tmp_path, "TRAINING/A/1.wav", "TRAINING/A/2.wav", "TRAINING/B/3.wav")
     assert list(hints(scan(tmp_path / "TRAINING" / "A"))) == [
-        f"no recording lies in a label folder; this looks like one label folder: give its parent {tmp_path / 'TRAINING'}; "
-        "recordings without labels: leakmel nightly, leakmel predict"
+        "no recording lies in a label folder (leakmel nightly and leakmel predict need no labels); "
+        f"this looks like one label folder: give its parent {tmp_path / 'TRAINING'}"
     ]
     for root in (tmp_path, tmp_path / "TRAINING"):
         assert not list(hints(scan(root)))
