@@ -244,7 +244,7 @@ def test_prediction_shows_evaluation_probability_and_alarm_threshold(trained: Pa
     assert less.table["probability"].isna().tolist() == is_new.tolist()
     assert np.array_equal(less.table["score"], found.table["score"])
     assert (pd.read_csv(tmp_path / "s.csv")["probability"].isna() == is_new).all()
-    assert f"no probability for {is_new.sum()} recordings of new sensors" in less.text(1000)
+    assert f"no probability for {is_new.sum()} recordings of new or unnamed sensors" in less.text(1000)
     assert less.summary["without_probability"] == is_new.sum()
     # files of earlier versions say neither
     values = load_plain(model / "model.pt")
