@@ -463,7 +463,7 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             code="no-label-folders",
             path=manifest.root,
             found=f"{', '.join(map(errors.show_path, manifest.label_names[:6]))}, each with label folders: {', '.join(deeper[:6])}",
-            remedy=f"name the labels by --pattern {LABELS_DEEPER!r}, give one of these folders, or, where the first folders are labels, --pattern '{{label}}/{{**}}/{{*}}'",
+            remedy=f"take them by --pattern {LABELS_DEEPER!r}, give one of these folders, or keep the first ones: --pattern '{{label}}/{{**}}/{{*}}'",
         )
     if twins := [name for name, n in Counter(map(errors.show_path, manifest.label_names)).items() if n > 1]:
         raise errors.DataError(
