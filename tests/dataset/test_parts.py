@@ -183,7 +183,6 @@ def test_part_without_a_row_whose_recordings_change_is_read_again(tmp_path):
     good = paths[0].read_bytes()
     for path in paths[: len(paths) // 2]:
         path.write_bytes(b"no recording")
-    time.sleep(0.1)  # a file that is younger than the clock's step is read again
     build_parts(tmp_path / "d", tmp_path / "x.h5", 4)
     assert finished_parts(parts_folder(tmp_path / "x.h5"), 4)[1].suffix == ".empty"
     paths[0].write_bytes(good)
@@ -197,7 +196,6 @@ def test_part_without_a_row_whose_recordings_change_is_read_again(tmp_path):
 @pytest.mark.slow
 def test_recordings_that_change_before_the_join_are_read_again(tmp_path):
     write_demo(tmp_path / "d", n_files=90)
-    time.sleep(0.1)  # a file that is younger than the clock's step is read again
     listing = lm.scan(tmp_path / "d", split="training", progress="none")
     build_parts(tmp_path / "d", tmp_path / "x.h5", 3, manifest=listing)
     paths = sorted((tmp_path / "d" / "TRAINING").rglob("*.wav"))
@@ -936,7 +934,6 @@ def test_a_rejected_recording_that_is_repaired_with_its_old_time_is_read_again(t
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
     write(b"?" * len(good))
-    time.sleep(0.1)  # a file that is younger than the clock's step is read again in any case
     around_the_parts(monkeypatch, lambda: None, lambda: write(good))
     made = on_a_thread(tmp_path / "d", tmp_path / "x.h5")
     assert made.path.read_bytes() == built(tmp_path / "d", tmp_path / "y.h5")
@@ -1048,7 +1045,6 @@ def test_timeline_has_a_lane_for_each_process(demo, processes, tmp_path, monkeyp
 @pytest.mark.slow
 def test_an_existing_data_set_is_updated_without_the_cluster(tmp_path):
     write_demo(tmp_path / "d", n_files=60)
-    time.sleep(0.1)  # a file that is younger than the clock's step is read again
     with ThreadPoolExecutor(1) as pool:
         options = dict(split="training", out=tmp_path / "x.h5", cluster=pool, **QUIET)
         assert lm.build(tmp_path / "d", **options).summary["parts"] == 1

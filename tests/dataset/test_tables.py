@@ -2,7 +2,6 @@
 
 import csv
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ def made(tmp_path: Path) -> Path:
         label = "" if i >= N - 2 else ("LEAK", "NOLEAK")[i % 2]
         rows.append({"file": name, "condition": label, "pipe": f"P{i // 4}", "position": f"{i // 2} m"})
     pd.DataFrame(rows).to_csv(tmp_path / "t.csv", index=False)
-    time.sleep(0.05)  # a build reads files again that changed within a step of the clock before it
     return tmp_path
 
 
