@@ -10,6 +10,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'leakmel.cli.Signal.__init__': ('cli.html#signal.__init__', 'leakmel/cli.py'),
                              'leakmel.cli._ShowAllOptions': ('cli.html#_showalloptions', 'leakmel/cli.py'),
                              'leakmel.cli._ShowAllOptions.__call__': ('cli.html#_showalloptions.__call__', 'leakmel/cli.py'),
+                             'leakmel.cli._explain_option': ('cli.html#_explain_option', 'leakmel/cli.py'),
                              'leakmel.cli._in_shell_words': ('cli.html#_in_shell_words', 'leakmel/cli.py'),
                              'leakmel.cli._parse': ('cli.html#_parse', 'leakmel/cli.py'),
                              'leakmel.cli._parser': ('cli.html#_parser', 'leakmel/cli.py'),

@@ -25,7 +25,16 @@ from typing import Any, NoReturn
 
 import leakmel as lm
 from leakmel.core.errors import LeakmelError, UsageError, missing_package, write_error
-from leakmel.core.operation import Command, Operation, Run, add_options, commands_help, make, with_name
+from leakmel.core.operation import (
+    Command,
+    Operation,
+    Run,
+    add_options,
+    commands_help,
+    make,
+    parameter_fields,
+    with_name,
+)
 from leakmel.core.parameters import answer_unknown
 from leakmel.core.progress import line_width, own_stream, print_error, wrap_text
 from leakmel.core.threads import machine_error, safe_module_path
@@ -61,13 +70,28 @@ def warnings_to_stderr() -> Iterator[None]:
     print_once = cache(print_error)
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        print_once(f"{category.__name__}: {message}")
+        print_once(f"warning: {message}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
 
 # %% ../nbs/cli.ipynb #136e769c
+def _explain_option(
+    word: str,  # without its dashes
+    known: Sequence[str],  # options of the command
+) -> str:
+    "Return what is wrong with an option that a command does not know."
+    if word in known:
+        return f"--{word} follows the command"
+    name = word.replace("-", "_")
+    others = [c for c, cls in OPERATIONS.items() if any(f.name == name for _, f, _ in parameter_fields(cls))]
+    why = answer_unknown(name, [k.replace("-", "_") for k in known])
+    if why == f"{name} is unknown":
+        why = f"it is an option of leakmel {' and leakmel '.join(others[:3])}" if others else ""
+    return f"unknown option --{word}{': ' * bool(why)}{why}"
+
+
 class _ShowAllOptions(argparse.Action):
     "The option --help-all."
 
@@ -116,25 +140,23 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         "Raise UsageError with one line that says what is wrong."
         known = [o.removeprefix("--") for o in (*self._option_string_actions, *" ".join(self.also).split())]
-        texts = [
-            f"unknown option --{word}: "
-            + (
-                "options follow the command"
-                if word in known
-                else answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
-            )
-            for word in re.findall(r"--([\w-]+)", message if message.startswith("unrecognized") else "")
-        ]
-        message = "; ".join(texts) or message
+        unknown = re.findall(r"--([\w-]+)", message if message.startswith("unrecognized") else "")
+        message = "; ".join(_explain_option(word, known) for word in unknown) or message
+        message = re.sub(
+            r"^argument (\S+): invalid (?!choice)(.*?):? value: (.*)", r"\1 must be a \2, got \3", message
+        )
+        message = re.sub(r"^argument (\S+): expected .*", r"\1 needs a value", message)
         if wrong := re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):
             names = re.findall(r"[\w@-]+", wrong[3])
             shown = "unknown command" if wrong[1] == "COMMAND" else f"{wrong[1]}, one of {', '.join(names)}"
             message = f"{shown}: {answer_unknown(wrong[2], [*names, 'machine'])}"
-        message += (
-            f". For a detector, {detector.ways_to_a_model()}"
-            if re.search("required:.*--model", message)
-            else ""
-        )
+        if lacking := re.match("the following arguments are required: (.*)", message):
+            needed = {"/".join(a.option_strings) or a.metavar or a.dest: a.help or "" for a in self._actions}
+            message = "; ".join(
+                f"{name} is missing: {needed[name].split(';')[0]}" for name in lacking[1].split(", ")
+            )
+            ways = f". For a detector, {detector.ways_to_a_model()}"
+            message += ways if "--model" in lacking[1] else ""
         end = "" if message.endswith("?") else "."
         raise UsageError(f"{self.prog}: {message}{end} See {self.prog} --help", code="invalid-arguments")
 

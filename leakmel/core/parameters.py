@@ -87,9 +87,9 @@ class EarlierSetting:
         here = [name for name in self.ours if name in known] or self.ours
         note = f" ({self.note})" if self.note else ""
         if not here:
-            return f"leakmel does not need it{note}"
+            return f"has no counterpart in leakmel{note}"
         of = "" if not known or set(here) <= set(known) else f", a setting of leakmel {self.command}"
-        return f"here it is {' and '.join(here)}{of}{note}"
+        return f"is called {' and '.join(here)}{of}{note}"
 
 
 _ROWS = [[cell.strip() for cell in row.split("|")] for row in _EARLIER_TABLE.splitlines()]
@@ -110,7 +110,7 @@ def answer_unknown(name: str, known: Iterable[str]) -> str:
     if earlier and earlier.ours == (name,):  # the name has not changed
         return f"{name} is a setting of leakmel {earlier.command}"
     if earlier:
-        return f"{name} is a setting of the earlier system; {earlier.answer(known)}"
+        return f"{name} {earlier.answer(known)}"
     close = difflib.get_close_matches(name, known, 1, 0.7)
     return f"{name} is unknown" + (f"; did you mean {close[0]}?" if close else "")
 

@@ -54,8 +54,8 @@ def test_each_unknown_option_is_explained(capsys, tmp_path):
     words = ["--num-workers", "4", "--prefetch-factor", "8"]
     assert main(["train", str(tmp_path), "--out", str(tmp_path / "out"), *words]) == 2
     said = capsys.readouterr().err
-    assert "num_workers is a setting of the earlier system" in said
-    assert "prefetch_factor is a setting of the earlier system" in said
+    assert "num_workers has no counterpart in leakmel" in said
+    assert "prefetch_factor has no counterpart in leakmel" in said
 
 
 def test_the_configuration_has_the_settings_of_speed():

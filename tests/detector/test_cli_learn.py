@@ -663,7 +663,7 @@ def refused(say: Say, status: int, message: str, *words: str | os.PathLike) -> N
     got, out, err = say(*words)
     assert (got, out) == (status, ""), err
     assert re.search(message, err), err
-    assert len([line for line in err.splitlines() if not line.startswith("LeakySplitWarning: ")]) == 1, err
+    assert len([line for line in err.splitlines() if not line.startswith("warning: ")]) == 1, err
     assert err.splitlines()[-1].startswith(f"leakmel {words[0]}: ")
     got, out, err = say(*words, "--json")
     body = json.loads(out, parse_constant=no_constant)

@@ -211,7 +211,7 @@ INTERRUPTED = """
 import sys
 import leakmel as lm
 settings = lm.TrainSettings(detector="cnn", epochs=2, epoch_share=0.5, batch_size=64, channels=(2, 4))
-lm.cross_validate(sys.argv[2:], out=sys.argv[1], settings=settings, jobs=2, device="cpu", progress="none")
+lm.cross_validate(sys.argv[2:], out=sys.argv[1], settings=settings, jobs=2, seeds=3, device="cpu", progress="none")
 """
 
 
@@ -232,8 +232,9 @@ def test_interrupted_processes_end_and_keep_their_fits(small_sets: Path, tmp_pat
     left = [p for p in psutil.process_iter() if group_of(p.pid) == run.pid]
     psutil.wait_procs(left, 20)
     assert [p.pid for p in left if p.is_running()] == []
+    assert "Exception in thread" not in log.read_text()
     settings = lm.TrainSettings(detector="cnn", epochs=2, epoch_share=0.5, batch_size=64, channels=(2, 4))
-    resumed = cross_validated(small_sets, settings, out=out)
+    resumed = cross_validated(small_sets, settings, seeds=3, out=out)
     assert resumed.n_done <= len(resumed.folds) - kept
 
 

@@ -84,7 +84,7 @@ def test_failed_training_fails_the_notebook(sets: Path, tmp_path: Path) -> None:
         ({"epoch": 3}, "did you mean epochs"),
         ({"epochs": "many"}, "epochs must be a whole number"),
         ({"channels": "4,x"}, "whole numbers separated by commas"),
-        ({"data_dir": "x"}, "here it is"),
+        ({"data_dir": "x"}, "is called"),
         ({"loss": "hinge"}, "loss has an unknown value"),
         ({"keep_checkpoints": 0}, "keep_checkpoints"),
         ({"data": "/nowhere"}, "the data set does not exist"),

@@ -486,7 +486,7 @@ def body(**changes: Any) -> str:
     ("text", "code", "says"),
     [
         (body(extra=1), "unknown-setting", "extra"),
-        (body(settings={"num_mels": 3}), "unknown-setting", "here it is n_mels"),
+        (body(settings={"num_mels": 3}), "unknown-setting", "is called n_mels"),
         (body(settings={"preset_name": "x"}), "unknown-setting", "preset_name"),
         (body(settings={"n_mels": "40"}), "invalid-setting", "n_mels"),
         (body(settings={"n_mels": True}), "invalid-setting", "n_mels"),
@@ -687,7 +687,7 @@ def test_writing_replaces_no_other_file(tmp_path):
     for name in ("mine.json", "link.json", "folder.json"):
         with raises("output-exists", OutputError, path=tmp_path / name):
             write_spec(tmp_path / name, {"n_mels": 30})
-    with raises("unknown-setting", SpecError, says="here it is n_mels"):
+    with raises("unknown-setting", SpecError, says="is called n_mels"):
         write_spec(tmp_path / "new.json", {"num_mels": 30})
     with raises("not-json-name", OutputError, path=tmp_path / "new.txt"):
         write_spec(tmp_path / "new.txt", {"n_mels": 30})

@@ -178,7 +178,7 @@ def test_a_wrong_parameter_stops_the_run(tmp_path, tiny):
     (error,) = run.errors
     for words in (
         "did you mean files_per_batch",
-        "here it is data_root",
+        "is called data_root",
         "read_workers",
         "n_mels",
         "compression",

@@ -524,7 +524,6 @@ def run_fits(
     run = Parallel(
         n_jobs=max(1, min(most, free_memory() // 2 // (trainer.data.training.n_bytes + _PROCESS_BYTES))),
         return_as="generator",
-        pre_dispatch="all",
         idle_worker_timeout=WORKER_IDLE_S,
     )
     with safe_module_path():
