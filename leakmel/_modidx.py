@@ -462,6 +462,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'leakmel.core.timeline._cut_pieces': ('core/timeline.html#_cut_pieces', 'leakmel/core/timeline.py'),
                                        'leakmel.core.timeline._findings': ('core/timeline.html#_findings', 'leakmel/core/timeline.py'),
                                        'leakmel.core.timeline._least_s': ('core/timeline.html#_least_s', 'leakmel/core/timeline.py'),
+                                       'leakmel.core.timeline._other_batch': ( 'core/timeline.html#_other_batch',
+                                                                               'leakmel/core/timeline.py'),
                                        'leakmel.core.timeline._rounded': ('core/timeline.html#_rounded', 'leakmel/core/timeline.py'),
                                        'leakmel.core.timeline._spans_within': ( 'core/timeline.html#_spans_within',
                                                                                 'leakmel/core/timeline.py'),

@@ -457,6 +457,7 @@ def _least_s(lanes: dict[str, list[LanePiece]], ends: list[float]) -> np.ndarray
 MIN_ANALYSED_S = 0.1  # the shares of a shorter run are not reproducible
 # a BOTTLENECK finding needs this share of the wall time; below it the speed-up is at most 1.33
 BOTTLENECK_SHARE = 0.25
+SHORT_BATCH_S = 0.005  # in all stages; of shorter batches the start of each counts
 LOW_QUEUE_DEPTH = 1.0  # mean number of batches in the engine's input queue; with fewer, the engine waits
 # share of the time from the first to the last batch; less idle time is not reported
 ENGINE_IDLE_SHARE = 0.1
@@ -521,13 +522,8 @@ class Analysis:
         gain_s = self.bounds[self.limiting]
         is_starved = any(text.startswith("LOW QUEUE DEPTH") for text in self.findings)
         if gain_s >= BOTTLENECK_SHARE * self.wall_s or is_starved:
-            fewer = (
-                "Recompute fewer rows (--check 8), and all of them later: leakmel verify FILE --sample all."
-            )
             return [
-                fewer
-                if self.limiting == "verify"
-                else f"Nothing to change: the measurements show no setting that would shorten {self.limiting}."
+                f"Nothing to change: the measurements show no setting that would shorten {self.limiting}."
             ]
         why = f"no stage reaches the threshold of {100 * BOTTLENECK_SHARE:.0f} %"
         saved = f"the best change would save at most {gain_s:.2f} of {self.wall_s:.2f} s"
@@ -561,7 +557,7 @@ class Evidence:
         # each worker runs all stages
         self.is_alone = not self.is_device and not self.known.get("read_workers")
         within = interval_s(timeline, split) or (0.0, 0.0)
-        spans = spans_of(timeline, split)
+        self.spans = spans = spans_of(timeline, split)
         self.readers = [s for s in spans if s.stage in _READER_STAGES and s.split]
         of_any_split = [s for s in timeline.spans if s.stage == "compute"]
         self.compute_s = covered_s(_spans_within(of_any_split, None, *within))
@@ -582,8 +578,33 @@ class Evidence:
         )
 
 # %% ../../nbs/core/timeline.ipynb #a92e04dc
+def _other_batch(
+    spans: Sequence[Span],  # of the limiting stage
+    batch_s: float,  # mean time of a batch in all stages
+    n_lanes: int,  # threads that take batches
+) -> tuple[int, str] | None:  # recordings in it, evidence
+    "Return a batch size that shortens a stage: larger where a batch costs as much as its recordings, smaller where threads had none."
+    sizes = np.array([s.n_files for s in spans])
+    if not sizes.any():
+        return None
+    n_files, full = int(sizes.sum()), int(sizes.max())
+    if len(spans) < n_lanes and full > 1:
+        why = f"{len(spans)} batches kept {len(spans)} of {n_lanes} threads busy"
+        return max(1, n_files // (2 * n_lanes)), why
+    most = min(4 * full * math.ceil(SHORT_BATCH_S / batch_s), n_files // (2 * n_lanes))
+    seconds, is_small = np.array([s.seconds for s in spans]), sizes <= full / 2
+    full_s = float(np.median(seconds[sizes == full]))
+    small_s = float(seconds[is_small].mean()) if is_small.any() else 0.0
+    if most < 2 * full or max(SHORT_BATCH_S - batch_s, small_s - 0.75 * full_s) < 0:
+        return None
+    if batch_s < SHORT_BATCH_S:
+        return most, f"a batch of {full} recordings took {1000 * batch_s:.1f} ms, about as long as its start"
+    last = f"a batch of {sizes[is_small].mean():.0f} recordings took {percent_text(small_s, full_s)}"
+    return most, f"{last} of the time of one of {full}"
+
+
 def _suggestions(e: Evidence, found: Analysis) -> Iterator[Suggestion]:
-    "Suggest more batches in flight, more threads, files that are requested ahead, or a cache file, where they save time."
+    "Suggest other batches, more in flight, other numbers of threads, files requested ahead, a cache file or a smaller check, where they save time."
     get = e.known.get
     limit, gain_s = next(iter(found.bounds.items()))
     slots = get("slots") or 0
@@ -608,7 +629,23 @@ def _suggestions(e: Evidence, found: Analysis) -> Iterator[Suggestion]:
     on_cores = f"on {e.n_cores} cores"
     no_ahead = f"the disk delivered {size_text(n_bytes)}, and no file was requested ahead"
     cached = "a cache file stores the engine's input; it saves time from the second build on"
+    has_too_many = not e.is_device and 0 < e.n_cores < computers
+    checked = (get("verified") or {}).get("checked") or 0
+    later = f"{checked:,} rows were computed again; all of them later: leakmel verify FILE --sample all"
+    rows = [s for s in e.spans if s.batch >= 0 and s.stage in _ROW_STAGES]
+    batch_s = sum(s.seconds for s in rows) / (len({(s.split, s.batch) for s in rows}) or 1)
+    other = batch_s and _other_batch(
+        [s for s in rows if s.stage == limit], batch_s, max(1, computers, readers)
+    )
+    if other and gain_s >= BOTTLENECK_SHARE * found.wall_s:
+        why = f"The limit is {limit} ({gain_s:.2f} of {found.wall_s:.2f} s): {other[1]}."
+        yield Suggestion("files_per_batch", get("files_per_batch"), other[0], why, gain_s)
+        together = get("batch_accumulation") or 1
+        if limit == "compute" and e.is_device and 4 * together <= slots:
+            yield Suggestion("batch_accumulation", together, 4 * together, why, 0.75 * gain_s)
     rules = (  # setting, new value, stages that it shortens, whether it can help, evidence
+        ("check", 8, ("verify",), checked > 8, later),
+        ("compute_workers", e.n_cores, computing, has_too_many, on_cores),
         ("compute_workers", e.n_cores, computing, can_compute, on_cores),
         ("read_workers", more_readers, _READER_STAGES, can_read, on_cores),
         ("write_workers", more_writers, ("write",), not e.is_alone and 0 < writers < more_writers, on_cores),
@@ -617,8 +654,8 @@ def _suggestions(e: Evidence, found: Analysis) -> Iterator[Suggestion]:
     )
     for name, new, stages, can_help, why in rules:
         if can_help and limit in stages and gain_s >= BOTTLENECK_SHARE * found.wall_s:
-            present = get(name)
-            rest = present / new if present and isinstance(new, int) else 0.0  # of the time of the stage
+            present = checked if name == "check" else get(name)
+            rest = 0.0 if new == "memmap" or not present else min(present, new) / max(present, new)
             why = f"The limit is {limit} ({gain_s:.2f} of {found.wall_s:.2f} s), {why}."
             yield Suggestion(name, present, new, why, gain_s * (1 - rest))
 
