@@ -20,7 +20,6 @@ from leakmel.detector.evaluate.resampling import CrossValidation
 from leakmel.detector.model.card import evaluation_text
 from leakmel.detector.predict.predict import Predictions, ScoredRecording
 from leakmel.detector.train.loop import TrainResult
-from leakmel.detector.train.state import learning_curves
 from leakmel.mel.engines import log_mel
 from leakmel.pages import plots as style
 from leakmel.pages.page_figures import Section, write_report
@@ -176,8 +175,7 @@ def training_report(
     if cross_validation is not None:
         sections.append(Section("Cross-validation", [*cross_validation.plots().values(), cross_validation]))
     if result.epochs:
-        curves = learning_curves(result.epochs, result.best_epoch)
-        sections.append(Section("Learning curves", [curves, result.history[_CURVES]]))
+        sections.append(Section("Learning curves", [*result.plots().values(), result.history[_CURVES]]))
     sections.append(Section("Training", [result]))
     stamp = result.summary["stamp"]
     return write_report(

@@ -164,7 +164,7 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     # stop after this number of epochs without a lower mean validation loss of three epochs; 0: never
     early_stop_epochs: int = 8
     seed: int = 0  # random seed of order, augmentation, dropout and first weights
-    profile_every: int = 50  # number of batches of which one is timed
+    profile_every: int = 50  # number of batches of which one is timed on a GPU; on the CPU all are
     # channels of the layers of the net, one number for each layer; empty: by the number of items
     channels: tuple[int, ...] = ()
     dropout: float = 0.3  # share of the features that dropout sets to zero, 0 to 0.95

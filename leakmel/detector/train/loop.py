@@ -283,6 +283,13 @@ class TrainResult(RowTable):
         "Return the epochs as a table."
         return states.history_table(self.epochs)
 
+    def plots(self) -> dict[str, Any]:
+        "Return figures of Plotly by name: learning curves, times and use of the machine by epoch; none without an epoch."
+        if not self.epochs:
+            return {}
+        curves = states.learning_curves(self.epochs, self.best_epoch)
+        return {"learning curves": curves} | states.time_figures(self.epochs)
+
     @property
     def next_steps(self) -> list[str]:
         "What to do after the training, with its paths."
@@ -304,6 +311,7 @@ class TrainResult(RowTable):
             ("evaluation", evaluation_text(self.detector.evaluations)),
             *(("" if k else "next", step) for k, step in enumerate(self.next_steps)),
             ("time", f"{self.seconds:,.1f} s, {s['device']}"),
+            ("", states.bottleneck_text(self.epochs)),
         ]
         return [(name, text) for name, text in found if text]
 

@@ -27,7 +27,7 @@ from leakmel import __version__
 from leakmel.core.errors import DataError, UsageError, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress, announce
-from leakmel.core.timeline import Timeline, mean, peak
+from leakmel.core.timeline import Timeline, mean, peak, percent_text
 from leakmel.dataset.reader import MelDataset
 from leakmel.detector.data.segments import (
     DataSource,
@@ -47,7 +47,15 @@ from leakmel.detector.model.files import memory_guard
 from leakmel.detector.model.net import LeakNet, NetSettings, band_statistics
 from leakmel.detector.model.settings import SPEED_ONLY, TrainSettings, settings_from, with_length
 from leakmel.detector.train.step import StepFigures, Stepper, StepTimer, seeded_random, step_seed
-from leakmel.pages.plots import f32, styled_figure
+from leakmel.pages.plots import (
+    STAGE_COLORS,
+    apply_style,
+    f32,
+    label_colour,
+    seconds_text,
+    styled_figure,
+    styled_subplots,
+)
 from leakmel.recordings.labels import LabelTable, joint_counts
 from leakmel.recordings.wav import digest_of
 
@@ -275,6 +283,8 @@ class EpochFigures:
     loader_max_ms: float = math.nan  # longest wait for a batch
     h2d_ms: float = math.nan  # copy of a batch to the device, in one of profile_every batches
     compute_ms: float = math.nan  # computation of a step, in one of profile_every batches
+    optimiser_ms: float = math.nan  # update of the weights, a part of compute_ms
+    batch_bytes: float = math.nan  # bytes of a batch, by its shape, mean over the epoch
     io_to_compute: float = math.nan  # (wait + copy) / computation
     allocated_bytes: float = math.nan  # largest allocated memory of the device
     reserved_bytes: float = math.nan  # memory reserved by torch's allocator
@@ -385,6 +395,94 @@ def learning_curves(
         },
     )
     return fig.add_vline(best, line={"color": "rgba(128,128,128,0.6)", "dash": "dot"}) if best else fig
+
+# %% ../../../nbs/detector/train/state.ipynb #3d91ac6e
+# parts of an epoch, and the stage of a build that has the same colour
+_PARTS = {
+    "waiting for batches": "wait",
+    "host to device": "copy_in",
+    "forward and backward": "compute",
+    "optimiser": "write",
+    "evaluation": "verify",
+    "warm-up": "start_up",
+    "rest": "decode",
+}
+
+
+def epoch_times(epochs: Sequence[EpochFigures]) -> pd.DataFrame:
+    "Return the seconds of the parts of each epoch, by number; 0: not measured."
+    t = history_table(epochs)
+    n = t["n_batches"] / 1000
+    optimiser_s = (n * t["optimiser_ms"]).fillna(0.0)
+    found = [n * t["loader_mean_ms"], n * t["h2d_ms"], n * t["compute_ms"] - optimiser_s, optimiser_s]
+    parts = pd.concat([*found, t["evaluate_s"], t["warm_up_s"]], axis=1).fillna(0.0)
+    parts[len(_PARTS)] = (t["seconds"] - parts.sum(axis=1)).clip(lower=0.0)
+    return parts.set_axis(list(_PARTS), axis=1)
+
+
+def bottleneck_text(epochs: Sequence[EpochFigures]) -> str:
+    'Return the part that takes most of the time of a training, as a sentence; "" without an epoch.'
+    parts = epoch_times(epochs).sum()
+    if not parts.any():
+        return ""
+    name, most_s = str(parts.idxmax()), float(parts.max())
+    share = f"{seconds_text(most_s)} of {seconds_text(parts.sum())} ({percent_text(most_s, parts.sum())})"
+    return f"{name.upper()} BOTTLENECK: {share}"
+
+# %% ../../../nbs/detector/train/state.ipynb #7b0ce51f
+def time_figures(epochs: Sequence[EpochFigures]) -> dict[str, Any]:
+    "Draw the parts of each epoch, and use of GPU, memory and bus; figures of Plotly by name, none without an epoch."
+    parts, t = epoch_times(epochs), history_table(epochs)
+    if not len(t):
+        return {}
+    bars = [
+        {
+            "type": "bar",
+            "name": f"{name} ({percent_text(own.sum(), parts.to_numpy().sum())})",
+            "x": parts.index.tolist(),
+            "y": f32(own.tolist()),
+            "marker": {"color": STAGE_COLORS[_PARTS[str(name)]], "line": {"width": 0}},
+            "hovertemplate": "epoch %{x}: %{y:.3f} s<extra>%{fullData.name}</extra>",
+        }
+        for name, own in parts.items()
+        if own.any()
+    ]
+    note = "Means of the timed batches, times their number; the rest is what no part explains"
+    title = bottleneck_text(epochs).capitalize()
+    axes = {"xaxis": {"title": {"text": "epoch"}}, "yaxis": {"title": {"text": "seconds"}}}
+    return {
+        "times": styled_figure(bars, title, note, height=340, barmode="stack", **axes),
+        "machine": _machine_figure(t),
+    }
+
+
+def _machine_figure(t: pd.DataFrame) -> Any:  # the epochs
+    "Draw use of GPU, memory and bus by epoch, each where it was measured."
+    rows = {
+        "GPU use (%)": t["mean_gpu_percent"],
+        "GPU memory (GB)": t["allocated_bytes"] / 1e9,
+        "memory (GB)": t["peak_rss_bytes"] / 1e9,
+        "to the GPU (GB/s)": t["batch_bytes"] / t["h2d_ms"] / 1e6,
+        "trained on (MB/s)": t["batch_bytes"] * t["batches_per_s"] / 1e6,
+    }
+    known = {name: values for name, values in rows.items() if values.notna().any()}
+    fig = styled_subplots(rows=len(known) or 1, cols=1, shared_xaxes=True, vertical_spacing=0.04)
+    for k, (name, values) in enumerate(known.items()):
+        line = {"type": "scatter", "name": name, "x": t.index.tolist(), "y": f32(values.tolist())}
+        line |= {"mode": "lines+markers", "line": {"color": label_colour(k), "width": 2}, "showlegend": False}
+        fig.add_trace(
+            line | {"hovertemplate": "epoch %{x}: %{y:.3g}<extra>%{fullData.name}</extra>"}, k + 1, 1
+        )
+        fig.update_yaxes(title={"text": name}, rangemode="tozero", row=k + 1, col=1)
+    fig.update_xaxes(dtick=max(1, len(t) // 10)).update_xaxes(
+        title={"text": "epoch"}, row=len(known) or 1, col=1
+    )
+    title = ", ".join(f"{name} {values.mean():.3g}" for name, values in known.items())
+    lacking = "" if "GPU use (%)" in known else "; GPU use: not measured"
+    note = (
+        f"Rates are bytes of batches, by their shape, over the time of the copy or of the training{lacking}"
+    )
+    return apply_style(fig, f"Mean: {title}", note, 120 + 110 * len(known))
 
 # %% ../../../nbs/detector/train/state.ipynb #dc006e43
 _SHOWN = ["loss", "val_loss", "val_segment_accuracy", "f1", "auc", "batches_per_s", "seconds"]
@@ -543,7 +641,10 @@ class TrainingState:
         self.stepper = Stepper(
             new_net(data, settings), data.task, settings, device, data.class_counts, n_steps
         )
-        self.timer = StepTimer(self.stepper.device, settings.profile_every)
+        # a time of the host costs nothing; events of a GPU do
+        every = settings.profile_every if self.stepper.device.type == "cuda" else 1
+        self.timer = StepTimer(self.stepper.device, every)
+        self.stepper.optimising = self.timer.optimising
         self.sums = EpochSums(self.stepper.device)  # of the epoch that is learned
         self.timeline = Timeline()  # with the samples of the machine since the last epoch
 

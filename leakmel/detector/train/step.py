@@ -125,6 +125,8 @@ class Stepper:
         self._largest = 0  # items of a batch so far; an epoch begins with whole batches
         self.n_done = 0  # steps
         self.first_step_s: float | None = None  # with the time that compiling took
+        # around the update of the weights, as `StepTimer.optimising`
+        self.optimising: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def _new_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.device.type, enabled=self.half is torch.float16)
@@ -147,9 +149,10 @@ class Stepper:
                 ) from e
             for group in self.optimiser.param_groups:
                 group["lr"] = learning_rate(self.n_done, self.n_steps, self.settings)
-            with memory_guard(
+            guard = memory_guard(
                 "memory ran out while the weights were updated", "resume from the last checkpoint"
-            ):
+            )
+            with guard, self.optimising():
                 self.scaler.step(self.optimiser)
                 self.scaler.update()
         self.n_done += 1
@@ -246,6 +249,8 @@ class StepTimer:
         self.waits: list[float] = []  # ms, of every batch
         self.moved: list[tuple[Any, Any]] = []  # marks around the transfers of sampled batches
         self.computed: list[tuple[Any, Any]] = []  # marks around their steps
+        self.optimised: list[tuple[Any, Any]] = []  # marks around the updates of the weights in these
+        self.n_bytes = 0  # of all batches
         self.moving_s = 0.0  # of the host, in copies for the batch that is waited for
         self.start = time.perf_counter()
 
@@ -264,6 +269,7 @@ class StepTimer:
                     if batch is None:
                         return
                     self.waits.append(1000 * max(0.0, time.perf_counter() - asked - self.moving_s))
+                    self.n_bytes += batch.x.nbytes + batch.y.nbytes
                     yield batch
         finally:
             del vars(loader)["transfer"]
@@ -279,6 +285,10 @@ class StepTimer:
     def step(self) -> AbstractContextManager[None]:
         "Time the work on a batch."
         return self._marked(len(self.waits) - 1, self.computed, "step")
+
+    def optimising(self) -> AbstractContextManager[None]:
+        "Time the update of the weights, inside `step`."
+        return self._marked(len(self.waits) - 1, self.optimised, "optimiser")
 
     @contextmanager
     def _marked(self, i: int, marks: list[tuple[Any, Any]], name: str) -> Iterator[None]:
@@ -322,5 +332,7 @@ class StepTimer:
             "loader_max_ms": max(rest, default=math.nan),
             "h2d_ms": h2d_ms,
             "compute_ms": compute_ms,
+            "optimiser_ms": self._mean_ms(self.optimised),
+            "batch_bytes": self.n_bytes / len(self.waits) if self.waits else math.nan,
             "io_to_compute": busy_ms / compute_ms if compute_ms else math.nan,
         }
