@@ -34,7 +34,7 @@ from leakmel.detector.model.files import latest_checkpoint, list_checkpoints, sa
 from leakmel.detector.model.settings import SPEED_ONLY, CheckpointSettings
 from leakmel.detector.train import loop
 from leakmel.detector.train.loop import TrainResult, train
-from leakmel.detector.train.state import EpochFigures, is_better, open_training
+from leakmel.detector.train.state import EpochFigures, bottleneck_text, epoch_times, is_better, open_training
 from leakmel.detector.train.step import Stepper
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -710,6 +710,19 @@ def test_every_figure_of_an_epoch_is_filled(right: TrainResult) -> None:
         assert math.isnan(e.mean_gpu_percent) == math.isnan(e.peak_vram_bytes)
     assert {"mean_rss_bytes", "peak_rss_bytes", "mean_gpu_percent", "peak_vram_bytes"} <= set(right.history)
     assert isinstance(right.epochs[0], EpochFigures)
+
+
+def test_the_parts_of_an_epoch_are_its_time(right: TrainResult) -> None:
+    "On the CPU, where each batch is timed: the rest is what the parts leave."
+    parts = epoch_times(right.epochs)
+    assert parts[["forward and backward", "optimiser", "evaluation"]].gt(0).all(axis=None)
+    assert parts["host to device"].eq(0).all()
+    assert parts["warm-up"].gt(0).tolist() == [True, *[False] * (len(parts) - 1)]
+    assert np.allclose(parts.sum(axis=1), right.history["seconds"], rtol=0.2)
+    figures = right.plots()
+    assert list(figures) == ["learning curves", "times", "machine"]
+    assert sum(sum(bar.y) for bar in figures["times"].data) == pytest.approx(parts.to_numpy().sum(), rel=1e-3)
+    assert bottleneck_text(right.epochs) in repr(right)
 
 
 def test_use_of_the_machine_is_that_of_each_epoch(

@@ -412,7 +412,7 @@ _PARTS = {
 def epoch_times(epochs: Sequence[EpochFigures]) -> pd.DataFrame:
     "Return the seconds of the parts of each epoch, by number; 0: not measured."
     t = history_table(epochs)
-    n = t["n_batches"] / 1000
+    n = (t["n_batches"] - (t["warm_up_s"] > 0)) / 1000  # the first one of a run is the warm-up
     optimiser_s = (n * t["optimiser_ms"]).fillna(0.0)
     found = [n * t["loader_mean_ms"], n * t["h2d_ms"], n * t["compute_ms"] - optimiser_s, optimiser_s]
     parts = pd.concat([*found, t["evaluate_s"], t["warm_up_s"]], axis=1).fillna(0.0)
