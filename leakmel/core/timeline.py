@@ -655,7 +655,7 @@ def _suggestions(e: Evidence, found: Analysis) -> Iterator[Suggestion]:
     for name, new, stages, can_help, why in rules:
         if can_help and limit in stages and gain_s >= BOTTLENECK_SHARE * found.wall_s:
             present = checked if name == "check" else get(name)
-            rest = 0.0 if new == "memmap" or not present else min(present, new) / max(present, new)
+            rest = 0.0 if isinstance(new, str) or not present else min(present, new) / max(present, new)
             why = f"The limit is {limit} ({gain_s:.2f} of {found.wall_s:.2f} s), {why}."
             yield Suggestion(name, present, new, why, gain_s * (1 - rest))
 

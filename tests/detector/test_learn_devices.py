@@ -612,3 +612,26 @@ def test_engine_out_of_memory_launches_smaller_blocks(wavs, right, monkeypatch):
     assert np.abs(found - right).max() < 1e-4
     assert max(given) == 8
     assert given.count(2) > 3
+
+
+def test_parts_are_scored_by_threads_with_one_thread_of_torch_each() -> None:
+    "As many as torch has; scores come in order, and torch has its threads afterwards."
+    seen = set[tuple[int, int]]()
+    together = threading.Barrier(2)
+
+    def score(x: torch.Tensor) -> torch.Tensor:
+        together.wait(60)  # both threads are in here at once
+        seen.add((threading.get_ident(), torch.get_num_threads()))
+        assert torch.is_inference_mode_enabled()
+        return 2 * x
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        x = torch.arange(12.0).reshape(6, 2)
+        found = detector_module._score_parts(score, zip(x.split(1), strict=True))
+        assert found.equal(2 * x)
+        assert [n for _, n in seen] == [1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

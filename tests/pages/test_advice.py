@@ -7,7 +7,7 @@ other programs on the machine that runs the tests do not count.
 import os
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Machine:
 
     def __init__(self, patch: pytest.MonkeyPatch, n_cores: int = 4):
         self.patch, self.n_cores = patch, n_cores
-        self.slept = Counter[int]()
+        self.slept = defaultdict[int, float](float)
         self.n_active = 0
         self.lock = threading.Lock()
         self.ahead = False

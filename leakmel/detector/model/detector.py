@@ -10,7 +10,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from numbers import Real
@@ -31,7 +32,7 @@ from leakmel.detector.model.files import AdaptiveBatches, load_plain, memory_gua
 from leakmel.detector.model.net import LeakNet, NetSettings
 from leakmel.detector.model.spectral import SpectralClassifier, SpectralSettings
 from leakmel.mel.spec import MelSpec
-from leakmel.mel.torch_engine import full_float32_precision
+from leakmel.mel.torch_engine import full_float32_precision, one_thread
 
 # %% ../../../nbs/detector/model/detector.ipynb #cl000005
 _MIN_PROBABILITY = 1e-6  # the logit of 0 is infinite
@@ -147,6 +148,24 @@ def image_shape(row_shape: tuple[int, ...]) -> tuple[int, int]:
     return row_shape[2], row_shape[1] * row_shape[3]
 
 
+def _score_parts(score: Callable[..., Tensor], parts: Iterable[tuple[Tensor, ...]]) -> Tensor:
+    """Score parts of rows, and join the scores.
+
+    Several parts, which lie on the CPU, are scored in threads, each with one thread of torch: threads inside a layer
+    would wait for each other in every layer.
+    """
+    parts, n_threads = list(parts), torch.get_num_threads()
+    if len(parts) == 1 or n_threads == 1:
+        return torch.cat([score(*part) for part in parts])
+
+    def alone(part: tuple[Tensor, ...]) -> Tensor:
+        with torch.inference_mode(), one_thread():
+            return score(*part)
+
+    with ThreadPoolExecutor(n_threads) as pool, one_thread():
+        return torch.cat(list(pool.map(alone, parts)))
+
+
 @dataclass(eq=False, repr=False)
 class Detector:
     "A classifier with its features, classes, vote and thresholds."
@@ -229,17 +248,18 @@ class Detector:
         at_once = max(1, _MAX_ITEMS_ON_CPU // n_long) if in_parts else n
         has = np.ones((n, n_long), bool) if counts is None else np.arange(n_long) < counts[:, None]
         with torch.inference_mode(), full_float32_precision():
+            probabilities = self.classifier.class_probabilities
             if has.all():
-                return torch.cat([self.classifier.class_probabilities(some) for some in rows.split(at_once)])
+                return _score_parts(probabilities, zip(rows.split(at_once), strict=True))
             if self.kind == "cnn":  # its segments are independent: only those that count are scored
                 indices = _to_device(torch.from_numpy(np.flatnonzero(has)), rows.device)
                 flat = out.flatten(0, 1)
-                for chosen in indices.split(at_once * n_long):
-                    flat[chosen] = self.classifier.class_probabilities(rows.flatten(0, 1)[chosen, None])[:, 0]
+                parts = zip(rows.flatten(0, 1)[indices, None].split(at_once * n_long), strict=True)
+                flat[indices] = _score_parts(probabilities, parts)[:, 0]
                 return flat.unflatten(0, (n, n_long))
             mask = _to_device(torch.from_numpy(has), rows.device)
             pairs = zip(rows.split(at_once), mask.split(at_once), strict=True)
-            scored = torch.cat([self.classifier.class_probabilities(*pair) for pair in pairs])
+            scored = _score_parts(probabilities, pairs)
             return torch.where(mask[:, :, None], scored, torch.nan)
 
     def segment_scores(

@@ -84,11 +84,12 @@ class _HalfBands(nn.Module):
     "Maximum of each two bands, the first one of equals; a last single band is left out."
 
     def forward(self, x: Tensor) -> Tensor:  # [n, C, M, W]
-        return (
-            x.unflatten(2, (-1, 2)).max(3).values
-            if _runs_on_gpu(x) and x.shape[2] % 2 == 0
-            else F.max_pool2d(x, (2, 1))
-        )
+        if _runs_on_gpu(x) and x.shape[2] % 2 == 0:
+            return x.unflatten(2, (-1, 2)).max(3).values
+        if torch.is_inference_mode_enabled() and not x.is_cuda:  # faster, without the places for a gradient
+            n = x.shape[2] // 2 * 2
+            return torch.maximum(x[:, :, :n:2], x[:, :, 1:n:2])
+        return F.max_pool2d(x, (2, 1))
 
 # %% ../../../nbs/detector/model/net.ipynb #fe6cd91f
 class LeakNet(nn.Module):

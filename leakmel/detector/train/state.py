@@ -468,11 +468,17 @@ def _machine_figure(t: pd.DataFrame) -> Any:  # the epochs
     known = {name: values for name, values in rows.items() if values.notna().any()}
     fig = styled_subplots(rows=len(known) or 1, cols=1, shared_xaxes=True, vertical_spacing=0.04)
     for k, (name, values) in enumerate(known.items()):
-        line = {"type": "scatter", "name": name, "x": t.index.tolist(), "y": f32(values.tolist())}
-        line |= {"mode": "lines+markers", "line": {"color": label_colour(k), "width": 2}, "showlegend": False}
-        fig.add_trace(
-            line | {"hovertemplate": "epoch %{x}: %{y:.3g}<extra>%{fullData.name}</extra>"}, k + 1, 1
-        )
+        line: dict[str, Any] = {
+            "type": "scatter",
+            "name": name,
+            "x": t.index.tolist(),
+            "y": f32(values.tolist()),
+            "mode": "lines+markers",
+            "line": {"color": label_colour(k), "width": 2},
+            "showlegend": False,
+            "hovertemplate": "epoch %{x}: %{y:.3g}<extra>%{fullData.name}</extra>",
+        }
+        fig.add_trace(line, k + 1, 1)
         fig.update_yaxes(title={"text": name}, rangemode="tozero", row=k + 1, col=1)
     fig.update_xaxes(dtick=max(1, len(t) // 10)).update_xaxes(
         title={"text": "epoch"}, row=len(known) or 1, col=1

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/detector/train/step.ipynb #df05bfe9
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
