@@ -22,7 +22,6 @@ from leakmel.core.timeline import aligned, covered_s, read_timeline
 from leakmel.extras.machine.bench import (
     range_text,
     record_head,
-    rounds_text,
     run_build,
     run_leakmel,
     spreads,
@@ -276,8 +275,14 @@ def gpu_table(
         lines.append(f"all digests compared, {v['checked']:,} of {v['rows']:,} rows recomputed: all right")
     machine = f"{figures['machine']['n_cores']} cores ({figures['machine']['cpu']})"
     spent = f"{figures.get('seconds', 0):.0f} s of {figures['budget_s']:.0f}"
-    lines.append(f"{figures['n_files']:,} recordings, {rounds_text(figures)}, {machine}; {spent}")
-    lines += [f"not measured: {x['what']} ({x['why']})" for x in figures["not_measured"]]
+    done = [f["rounds"] for f in figures["builds"].values()]
+    least = f"{min(done)} to " if done and min(done) < max(done) else ""
+    rounds = f"{least}{max(done, default=0)} of {figures['rounds']} rounds"
+    lines.append(f"{figures['n_files']:,} recordings, {rounds}, {machine}; {spent}")
+    never = {
+        x["what"]: x["why"] for x in reversed(figures["not_measured"]) if x["what"] not in figures["builds"]
+    }
+    lines += [f"not measured: {name} ({why})" for name, why in reversed(never.items())]
     return "\n".join(lines + [f"ERROR in {x['what']}: {x['error']}" for x in figures["errors"]])
 
 

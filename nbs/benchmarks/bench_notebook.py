@@ -57,5 +57,8 @@ def require_valid(
             remedy="read `verified`, `errors` or `contestants` in the records",
         )
     absent = [suite for suite in records if suite not in measured]
-    parts = (("verified and measured", measured), ("not measured", absent))
+    partly = {suite: len(r["not_measured"]) for suite, r in measured.items() if r.get("not_measured")}
+    whole = [suite for suite in measured if suite not in partly]
+    some = [f"{suite} ({n} of its measurements are missing)" for suite, n in partly.items()]
+    parts = (("verified and measured", whole), ("verified, measured in part", some), ("not measured", absent))
     return "; ".join(f"{words}: {', '.join(names)}" for words, names in parts if names)
