@@ -1544,6 +1544,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'leakmel/detector/evaluate/plots.py'),
                                                  'leakmel.detector.evaluate.plots.spectrogram_figure': ( 'detector/evaluate/plots.html#spectrogram_figure',
                                                                                                          'leakmel/detector/evaluate/plots.py'),
+                                                 'leakmel.detector.evaluate.plots.threshold_slider': ( 'detector/evaluate/plots.html#threshold_slider',
+                                                                                                       'leakmel/detector/evaluate/plots.py'),
                                                  'leakmel.detector.evaluate.plots.worst_errors': ( 'detector/evaluate/plots.html#worst_errors',
                                                                                                    'leakmel/detector/evaluate/plots.py')},
             'leakmel.detector.evaluate.resampling': { 'leakmel.detector.evaluate.resampling.CrossValidation': ( 'detector/evaluate/resampling.html#crossvalidation',

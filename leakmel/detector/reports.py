@@ -6,8 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/detector/reports.ipynb #c150f6fc
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from leakmel.core.errors import RecordingError, show_path
 from leakmel.core.store import Folder
 from leakmel.detector.data.segments import conform_recording, covered_samples, cut_into_rows
 from leakmel.detector.evaluate.evaluation import Evaluation
-from leakmel.detector.evaluate.plots import ScoredSpectrogram, counted, spectrogram_figure
+from leakmel.detector.evaluate.plots import ScoredSpectrogram, counted, spectrogram_figure, threshold_slider
 from leakmel.detector.evaluate.resampling import CrossValidation
 from leakmel.detector.model.card import evaluation_text
 from leakmel.detector.predict.predict import Predictions, ScoredRecording
@@ -34,11 +35,11 @@ _NEAR_THRESHOLD = 0.05  # of a score to the threshold
 
 
 def score_histogram(predictions: Predictions) -> "go.Figure":
-    "Draw the histogram of the scores."
+    "Draw the histogram of the scores, with a slider of thresholds."
     if not len(predictions):
         return style.styled_figure([], "No recording was scored", height=120)
     table = predictions.table
-    threshold = predictions.rule.threshold
+    threshold, score = predictions.rule.threshold, table["score"].to_numpy()
     edges = np.linspace(0, 1, _N_BINS + 1)
     parts = (("no leak", table["score"][~table["leak"]]), ("leak", table["score"][table["leak"]]))
     traces = [
@@ -53,16 +54,26 @@ def score_histogram(predictions: Predictions) -> "go.Figure":
         }
         for k, (name, mine) in enumerate(parts)
     ]
-    close = int((np.abs(table["score"] - threshold) < _NEAR_THRESHOLD).sum())
+
+    def at(threshold: float) -> list[dict[str, Any]]:
+        n, close = (
+            int(own.sum()) for own in (score >= threshold, np.abs(score - threshold) < _NEAR_THRESHOLD)
+        )
+        rate = f"{n:,} of {len(score):,} recordings reach the threshold of {threshold:.3g}"
+        title = f"{rate}, {100 * n / len(score):.0f} per 100; {close:,} lie within {_NEAR_THRESHOLD:g} of it"
+        line = {f"shapes[0].{end}": threshold for end in ("x0", "x1")}
+        return [{}, {"title.text": "<br>".join(textwrap.wrap(title, style.TITLE_LETTERS))} | line]
+
     fig = style.styled_figure(
         traces,
-        f"{int(table['leak'].sum()):,} of {len(table):,} recordings reach the threshold of {threshold:.3g}; {close:,} lie within {_NEAR_THRESHOLD:g} of it",
+        at(threshold)[1]["title.text"].replace("<br>", " "),
         style.plain_text(str(predictions.rule)),
-        height=300,
+        height=380,
         barmode="stack",
         bargap=0,
         xaxis={"title": {"text": "score"}, "range": [0, 1]},
         yaxis={"title": {"text": "recordings"}},
+        **threshold_slider(threshold, at),
     )
     return fig.add_vline(x=threshold, line={"color": style.TEXT_COLOUR, "width": 1, "dash": "dash"})
 

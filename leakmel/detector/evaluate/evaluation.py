@@ -146,7 +146,7 @@ class Evaluation:
             "roc": plots.roc_figure(
                 truth, [*self.votes.values()], [*self.baselines.values()], verdict=verdict, stamp=stamp
             ),
-            "confusion": plots.confusion_figure(self.detector, self.task.leak_label, stamp=stamp),
+            "confusion": plots.confusion_figure(truth, self.detector, self.task.leak_label, stamp=stamp),
             "reliability": plots.reliability_figure(self.calibration, self.calibrated, stamp=stamp),
         }
         if self.has_groups:

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #f4abaf69
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -162,21 +162,58 @@ def auc_figure(
     return fig.update_layout(margin={"b": 44})
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #3e9619ec
-def confusion_figure(model: ScoredModel, leak_label: str = "leak", *, stamp: str = "") -> "go.Figure":
-    "Draw the confusion matrix; the stamp is that of a leaky split."
-    c = model.counts
-    counts = np.array([[c.true_leak, c.missed_leak], [c.false_alarm, c.true_normal]])  # rows truth
-    share = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
+N_THRESHOLDS = 41  # of a slider, from 0 to 1
+
+
+def threshold_slider(
+    now: float,  # threshold at the start
+    change: Callable[[float], list[dict[str, Any]]],
+) -> dict[str, Any]:
+    """Return layout options of a slider of thresholds; it needs no kernel, so it works in stored notebooks and pages.
+
+    `change` returns what the slider sets at a threshold: properties of the traces, then of the layout.
+    """
+    thresholds = np.unique(np.append(np.linspace(0, 1, N_THRESHOLDS), now)).tolist()
+    steps = [{"label": f"{t:.3g}", "method": "update", "args": change(t)} for t in thresholds]
+    place = {"pad": {"t": 44, "b": 10}, "currentvalue": {"prefix": "threshold "}}
+    return {"sliders": [{"active": thresholds.index(now), "steps": steps, **place}]}
+
+
+def confusion_figure(
+    truth: np.ndarray,  # [B] bool
+    model: ScoredModel,
+    leak_label: str = "leak",
+    *,
+    stamp: str = "",  # of a leaky split
+) -> "go.Figure":
+    "Draw the confusion matrix, with a slider of thresholds."
     leak = style.plain_text(leak_label)
-    cells = {
-        "type": "heatmap",
-        "z": style.f32(np.array([[1, -1], [-1, 1]]) * share),  # right ones blue, wrong ones red
-        "x": [f"called {leak}", "called normal"],
-        "y": [f"{leak} ({counts[0].sum():,})", f"others ({counts[1].sum():,})"],
-        "text": [
+
+    def at(threshold: float) -> list[dict[str, Any]]:
+        called = model.score >= threshold
+        counts = np.array([[(of & now).sum() for now in (called, ~called)] for of in (truth, ~truth)])
+        share = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
+        text = [
             [f"{n:,}<br>{p:.0f} %" for n, p in zip(*pair, strict=True)]
             for pair in zip(counts, share, strict=True)
-        ],
+        ]
+        # right ones blue, wrong ones red
+        cells = {"z": [style.f32(np.array([[1, -1], [-1, 1]]) * share)], "text": [text]}
+        missed, alarms = counted(int(counts[0, 1]), "leak"), counted(int(counts[1, 0]), "false alarm")
+        per_100 = f"{100 * called.mean():.0f} alarms per 100"
+        return [
+            cells,
+            {"title.text": f"{missed} missed and {alarms} in {len(truth):,} recordings, {per_100}"},
+        ]
+
+    first, layout = at(model.threshold)
+    n_leaks = int(truth.sum())
+    cells = {
+        "type": "heatmap",
+        "z": first["z"][0],
+        "text": first["text"][0],
+        "x": [f"called {leak}", "called normal"],
+        "y": [f"{leak} ({n_leaks:,})", f"others ({len(truth) - n_leaks:,})"],
         "texttemplate": "%{text}",
         "textfont": {"size": 15, "color": "#222"},
         "showscale": False,
@@ -189,11 +226,12 @@ def confusion_figure(model: ScoredModel, leak_label: str = "leak", *, stamp: str
     }
     return style.styled_figure(
         [cells],
-        f"{counted(c.missed_leak, 'leak')} missed and {counted(c.false_alarm, 'false alarm')} in {c.n:,} recordings",
-        f"{stamp}{model.title}, threshold {model.threshold:.3f}; percentages per row",
-        height=300,
+        layout["title.text"],
+        f"{stamp}{model.title}, whose threshold is {model.threshold:.3f}; percentages per row",
+        height=400,
         xaxis={"side": "bottom", "showgrid": False},
         yaxis={"autorange": "reversed", "showgrid": False},
+        **threshold_slider(model.threshold, at),
     )
 
 # %% ../../../nbs/detector/evaluate/plots.ipynb #eca1f50e
