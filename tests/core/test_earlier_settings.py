@@ -1,5 +1,9 @@
 "Settings of the earlier system: each is recognised by build and train, and each hint names settings that exist."
 
+import ast
+import tomllib
+from pathlib import Path
+
 from each import each
 
 import leakmel as lm
@@ -61,3 +65,18 @@ def test_each_unknown_option_is_explained(capsys, tmp_path):
 def test_the_configuration_has_the_settings_of_speed():
     speed = {n for s in EARLIER_SETTINGS if s.area == "speed" for n in s.ours}
     assert speed <= set(lm.PipelineConfig.__dataclass_fields__)
+
+
+def test_capabilities_of_the_earlier_system_name_tests_that_try_them():
+    root = Path(__file__).parents[2]
+    table = (root / "nbs" / "explanations" / "capabilities.toml").read_text(encoding="utf-8")
+    for row in tomllib.loads(table)["capability"]:
+        assert row["was"]
+        assert row["here"]
+        for name in row["tests"]:
+            file, _, function = name.partition("::")
+            (path,) = (root / "tests").rglob(file)
+            found = {
+                n.name for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.FunctionDef)
+            }
+            assert function in found, name

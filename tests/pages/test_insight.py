@@ -167,8 +167,10 @@ def test_stage_table_counts_work_and_wall_apart():
     ]
     timeline = timeline_of(*spans)
     timeline.gauges = [Gauge("queue.compute", 0, 1)]
+    timeline.meta["segments_per_file"] = 80
     lines = stage_table(timeline).splitlines()
     head, _, read, compute, wait, _, queue, *_ = map(str.split, lines)
+    assert lines[7] == "engine, while it computed (2.000 s): 32 files/s, 2,560 segments/s"
     assert len({len(line) for line in lines[:6]}) == 1
     assert " ".join(queue) == "queue.compute: mean 1.00, max 1"
     assert " ".join(head) == "stage spans total s mean ms max ms files MB/s exclusive s share"

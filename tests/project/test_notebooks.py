@@ -435,7 +435,9 @@ def test_notebooks_of_comparisons_draw_the_stored_records(path, tmp_path, monkey
     monkeypatch.chdir(copy_project(tmp_path) / "nbs" / "benchmarks")
     run = run_here(f"benchmarks/{path.name}", run=False, out=str(ROOT / "runs" / "benchmarks"))
     assert run.error == ""
-    assert re.search(r"verified and measured|verified, measured in part: gpu|not measured: public-sets", run.text)
+    assert re.search(
+        r"verified and measured|verified, measured in part: gpu|not measured: public-sets", run.text
+    )
 
 
 @each(
