@@ -443,11 +443,16 @@ def spectra_figure(
 
 def mel_pictures(
     path: Path | None,  # data set; None: none exists
+    row: int | None = None,  # the last one at most; None: the recording with the median level of each label
 ) -> "go.Figure":
-    "Draw the log-mel spectrogram of the recording with the median level of each label."
+    "Draw log-mel spectrograms of a data set."
 
     def typical_mels(ds: MelDataset) -> "go.Figure":
         typical = ds.typical_rows()
+        if row is not None:
+            shown = min(row, len(ds) - 1)
+            path = show_path(ds.files["path"][shown]) if "path" in ds.files else ""
+            typical = {f"{shown}: {ds.class_names[ds.labels[shown]]} {path}": shown}
         return plots.mels_by_label(
             np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:]),
             list(typical),

@@ -409,6 +409,18 @@ def test_the_notebook_shows_all_of_a_run(executed, runs):
 
 
 @pytest.mark.slow
+def test_a_session_chooses_run_split_and_row(tmp_path, runs, monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "dashboard.ipynb")
+    run = dashboard(copy_project(tmp_path), "-r", "run", str(runs))
+    assert run.errors == []
+    widgets = [o for o in run.outputs if any("widget-view" in kind for kind in o.get("data", {}))]
+    assert len(widgets) == 2
+    path = read_run(runs / "b").data_sets[0]
+    with lm.open_dataset(path) as ds:
+        assert mel_pictures(path, 10**6).layout.annotations[0].text.startswith(f"{len(ds) - 1}: ")
+
+
+@pytest.mark.slow
 def test_every_figure_of_the_notebook_has_axes_with_units(executed):
     figures = [o.data[PLOTLY] for o in executed.outputs if PLOTLY in o.get("data", {})]
     for figure in figures:
