@@ -38,7 +38,14 @@ from leakmel.detector.data.splits import (
 from leakmel.detector.evaluate import plots
 from leakmel.detector.metrics import metrics
 from leakmel.detector.metrics import significance as stats
-from leakmel.detector.model.card import CROSS_VALIDATION, TEST_SET, Overlap, evaluation_record, find_overlap
+from leakmel.detector.model.card import (
+    CROSS_VALIDATION,
+    TEST_SET,
+    Overlap,
+    evaluation_record,
+    find_overlap,
+    provenance_of,
+)
 from leakmel.detector.model.cards import update_card
 from leakmel.detector.model.detector import Detector, load_detector, score_rows
 from leakmel.detector.model.files import CHAMPION_FILE, model_file, pick_device, require_result
@@ -420,6 +427,8 @@ def _other_findings(
         yield from (f"{show_path(p.path)}: {p.message}." for p in split.problems)
         for kind in split.unchecked:
             yield f"The {kind} was not checked for leakage, because it is unknown for some recordings."
+    if known is not None and known.question:
+        yield known.question
     training = parts.get("training")
     is_known = known is not None and detector.provenance.is_complete
     if training is None and not is_known:
@@ -582,7 +591,9 @@ def evaluate(
                 path=ds.sources[0].path,
                 found=too_short(ds) or None,
             )
-        known = find_overlap(detector.provenance, ds)
+        given = provenance_of(own for name, own in parts.items() if name != part)
+        marks = replace(given, recordings=detector.provenance.recordings)  # the split has compared the others
+        known = find_overlap(detector.provenance | marks, ds)
         if known and known.stamp and not allow_leaky_split:
             warnings.warn(known.stamp, LeakySplitWarning, stacklevel=2)
         groups = stats.recording_groups(recordings_of(ds), group)

@@ -288,9 +288,8 @@ class Detector:
             "detector": json.dumps(head, allow_nan=False),
             "weights": weights,
             "seen": {
-                "recordings": torch.from_numpy(self.provenance.recordings),
+                **{n: torch.from_numpy(getattr(self.provenance, n)) for n in card.MARKS},
                 "is_all": self.provenance.is_complete,
-                "sensors": torch.from_numpy(self.provenance.sensors),
             },
         }
         if self.held_out is not None:
@@ -363,9 +362,12 @@ def load_detector(
                 task=_settings_from_plain(Task, head["task"]),
                 spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
                 provenance=card.Provenance(
-                    np.setdiff1d(seen["recordings"].numpy(), [0]),
-                    seen["is_all"] is True,
-                    np.setdiff1d(seen.get("sensors", torch.empty(0, dtype=torch.int64)).numpy(), [0]),
+                    **{
+                        n: np.setdiff1d(seen[n].numpy(), [0])
+                        for n in card.MARKS
+                        if n in {*seen, "recordings"}
+                    },
+                    is_complete=seen["is_all"] is True,
                 ),
                 held_out=card.held_out_from_plain(values.get("held_out")),
                 evaluations=tuple(map(card.record_from_plain, head["evaluations"])),
