@@ -257,6 +257,23 @@ class Detector:
         """
         return vote_scores(segment_scores, vote or self.vote, self.share)
 
+    def has_probability(
+        self,
+        sensors: Sequence[str],  # [n] names; empty: not known
+        in_training: np.ndarray,  # [n] bool, recordings that were trained on
+    ) -> np.ndarray:
+        """Find the recordings that get a probability of a leak, [n] bool; the others have a score only.
+
+        That is all of them, unless the probability of recordings of new groups is no better than the share of leaks. Groups are
+        those of the hardest grouping of `reliability`, its last. By sensor or site, a recording of a known sensor is of a known
+        group. By anything else (session, date ...), a new recording is of a new group, whatever its sensor.
+        """
+        hardest = self.reliability[-1] if self.reliability else None
+        if hardest is None or hardest.is_useful or hardest.by == "recording":
+            return np.ones(len(sensors), bool)
+        is_by_sensor = hardest.by in ("sensor", "site")
+        return in_training | (is_by_sensor & self.provenance.has_sensors(sensors))
+
     def with_held_out(
         self,
         segment_scores: np.ndarray,  # [n, L], of recordings that were not trained on

@@ -392,8 +392,8 @@ class Predictions:
     calibration: Calibration | None = None  # calibration of the scores of the voting rule
     evaluations: tuple[EvaluationRecord, ...] = ()  # evaluations that the model file stores
     reliability: tuple[Brier, ...] = ()  # Brier scores of the probabilities, of known groups before new ones
-    # [n] bool: no probability, because that of recordings of new groups is no better than the share of leaks
-    withheld: np.ndarray | None = None
+    # [n] bool, or False: no probability, because that of recordings of new groups is no better than the share of leaks
+    withheld: np.ndarray | bool = False
 
     def __len__(self) -> int:
         return len(self.scored)
@@ -415,6 +415,13 @@ class Predictions:
         return self.scored.segment_scores.each(lambda x: vote_scores(x, rule.vote, rule.frac))
 
     @cached_property
+    def probability(self) -> np.ndarray:
+        "[n] float64, probability of a leak; NaN: the scores are not calibrated, or `Detector.has_probability` withholds it."
+        if self.calibration is None:
+            return np.full(len(self), np.nan)
+        return np.where(self.withheld, np.nan, self.calibration.probability(self.score))
+
+    @cached_property
     def _flags(self) -> dict[str, np.ndarray]:
         "[n] bool each."
         s = self.scored
@@ -430,9 +437,6 @@ class Predictions:
         "Return the columns of the table for some recordings: name -> array or list, as COLUMNS."
         s, spec, facts, score = self.scored, self.spec, self.scored.facts[part], self.score[part]
         n, lengths = len(score), s.segment_scores.n_segments[part]
-        probability = np.full(n, np.nan) if self.calibration is None else self.calibration.probability(score)
-        if self.withheld is not None:
-            probability = np.where(self.withheld[part], np.nan, probability)
         in_training = s.in_training[part]
         paths = path_columns(s.paths[part])
         flags = {name: values[part] for name, values in self._flags.items()}
@@ -441,7 +445,7 @@ class Predictions:
             "label": each_once(s.label[part], show_path),
             "leak": flags["leak"],
             "score": score,
-            "probability": probability,
+            "probability": self.probability[part],
             "vote": [self.rule.vote] * n,
             "threshold": np.full(n, float(self.rule.threshold)),
             "leak_share": self._leak_share[part],
@@ -558,7 +562,7 @@ class Predictions:
             "rule": asdict(self.rule),
             "calibration": None if c is None else {"method": c.method, "n": c.n, "leak_share": c.share},
             "reliability": [asdict(b) for b in self.reliability],
-            "without_probability": 0 if self.withheld is None else int(self.withheld.sum()),
+            "without_probability": int(np.sum(self.withheld)),
             "length": self.length,
             "spec": self.spec.to_dict(),
             "engine": self.engine,
@@ -593,7 +597,8 @@ class Predictions:
 
         brier = f"; Brier score {', '.join(map(str, self.reliability))}"
         if n_without := s["without_probability"]:
-            brier += f": no probability for {n_without:,} recordings of new or unnamed sensors"
+            by = self.reliability[-1].by
+            brier += f": no probability for {n_without:,} recordings of new or unnamed {by if by != 'site' else 'sensor'}s"
         notes = {  # line -> whether it applies
             f"Detector: {s['evaluation']}{brier if self.calibration and self.reliability else ''}": True,
             "the model does not store its training recordings: some of these recordings may be among them": (
@@ -806,10 +811,9 @@ def predict(
         evaluations=detector.evaluations,
         reliability=detector.reliability,
     )
-    new = (brier for brier in detector.reliability[-1:] if brier.by != "recording")
-    if done.calibration and not all(brier.is_useful for brier in new):
-        known = detector.provenance.has_sensors(scored.sensor.tolist()) | (scored.in_training == 1)
-        done = replace(done, withheld=~known)
+    if done.calibration is not None:
+        has_probability = detector.has_probability(scored.sensor.tolist(), scored.in_training == 1)
+        done = replace(done, withheld=~has_probability)
     if target is not None:
         done.write(target, all_columns=all_columns)
         done = replace(done, seconds=time.perf_counter() - began)
