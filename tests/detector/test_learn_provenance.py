@@ -396,6 +396,11 @@ def test_rounds_store_and_check_provenance(small_sets, trained, tmp_path):
     assert set(after.recordings) <= set(before.recordings) | set(learned)
     assert after.is_complete
     assert load_champion(tmp_path / "rounds").provenance.is_complete
+    # a changed copy is not the file that it came from
+    champion = load_detector(trained / "model.pt")
+    assert champion.path == str(trained / "model.pt")
+    assert replace(champion, vote="mean").path == "a detector in memory"
+    assert done.challenger.path == str(round_folder(tmp_path / "rounds", 1) / "model.pt")
     chosen_by = lm.retrain(
         trained, new, testing=small_sets / NAMES[1], **given | {"out": tmp_path / "others"}
     )

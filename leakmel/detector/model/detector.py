@@ -167,7 +167,8 @@ class Detector:
     evaluations: tuple[card.EvaluationRecord, ...] = ()  # of this classifier
     # Brier scores, on recordings of known groups before those of new ones; empty: not known
     reliability: tuple[Brier, ...] = ()
-    path: str = "a detector in memory"  # the file it was read from, as it is displayed
+    # the file that it was read from or saved to, as it is displayed; a changed copy has none
+    path: str = field(default="a detector in memory", init=False)
 
     def __post_init__(self):
         is_share = isinstance(self.share, Real) and not isinstance(self.share, bool) and 0 < self.share <= 1
@@ -315,7 +316,9 @@ class Detector:
             }
         target = Path(path)
         look = partial(require_kind, target, "detector", lambda f: bool(_DETECTOR_HEADER.match(f.read(512))))
-        return write_whole(target, plain_bytes(values), sync=sync, look=look)
+        written = write_whole(target, plain_bytes(values), sync=sync, look=look)
+        self.path = show_path(os.path.abspath(path))
+        return written
 
     def __repr__(self) -> str:
         features = "features of the earlier system"
@@ -374,7 +377,7 @@ def load_detector(
     try:
         with memory_guard("the model does not fit into the free memory", "free some memory"):
             head, seen = json.loads(values["detector"]), values["seen"]
-            return Detector(
+            detector = Detector(
                 classifier=from_plain(head["classifier"], values["weights"]).to(device),
                 task=_settings_from_plain(Task, head["task"]),
                 spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
@@ -389,9 +392,10 @@ def load_detector(
                 held_out=card.held_out_from_plain(values.get("held_out")),
                 evaluations=tuple(map(card.record_from_plain, head["evaluations"])),
                 reliability=tuple(map(card.brier_from_plain, head.get("reliability", [])[:3])),
-                path=show_path(os.path.abspath(path)),
                 **{name: head[name] for name in _PLAIN_FIELDS},
             )
+            detector.path = show_path(os.path.abspath(path))
+            return detector
     except (DataError, MachineError):
         raise
     except (
