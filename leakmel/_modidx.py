@@ -1730,6 +1730,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                              'leakmel/detector/metrics/significance.py'),
                                                        'leakmel.detector.metrics.significance.Difference.__str__': ( 'detector/metrics/significance.html#difference.__str__',
                                                                                                                      'leakmel/detector/metrics/significance.py'),
+                                                       'leakmel.detector.metrics.significance.Difference.answer': ( 'detector/metrics/significance.html#difference.answer',
+                                                                                                                    'leakmel/detector/metrics/significance.py'),
                                                        'leakmel.detector.metrics.significance.Difference.is_better': ( 'detector/metrics/significance.html#difference.is_better',
                                                                                                                        'leakmel/detector/metrics/significance.py'),
                                                        'leakmel.detector.metrics.significance.Difference.is_worse': ( 'detector/metrics/significance.html#difference.is_worse',

@@ -248,7 +248,8 @@ class Evaluation:
         return written
 
     def __repr__(self) -> str:
-        result = {True: "beats", False: "does not beat", None: "is not comparable with"}[self.beats]
+        unclear = "is as good as" if stats.HARDER in self.verdict.text else "does not beat"
+        result = {True: "beats", False: unclear, None: "is not comparable with"}[self.beats]
         leaky = "; LEAKY SPLIT" if self.leaky else ""
         return f"Evaluation({len(self.table):,} recordings: AUC {self.detector.figures['auc']:.3f}; {result} the baselines{leaky})"
 
@@ -323,10 +324,7 @@ def evaluation_answer(
     n_leaks, n_quiet = counts.true_leak + counts.missed_leak, counts.false_alarm + counts.true_normal
     alarms = f"{counts.false_alarm:,} false alarm{'s' * (counts.false_alarm != 1)}"
     found = f"of {n_leaks:,} leaks found {counts.true_leak:,}; of {n_quiet:,} without a leak {alarms}"
-    answers: dict[str, str] = {}
-    for title, d in e.verdict.against:
-        better = "yes" if d.is_better else "no, it is worse" if d.is_worse else "not shown"
-        answers[title] = better if d.interval.known else f"cannot be told ({d.interval.note})"
+    answers = {title: d.answer for title, d in e.verdict.against}
     level = answers.get(BASELINE_TITLES["level"], "not known, no baseline was compared")
     others = [title for title, answer in answers.items() if answer != "yes"]
     truth = e.table["leak"].to_numpy(bool)

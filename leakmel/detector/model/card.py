@@ -22,7 +22,7 @@ from leakmel.core.parameters import check_types, field_kinds
 from leakmel.detector.data.segments import Segments, row_blocks
 from leakmel.detector.data.splits import LEAKY_SPLIT, names_by_sensor, recordings_table
 from leakmel.detector.metrics.metrics import Brier, HeldOutScores
-from leakmel.detector.metrics.significance import Groups, ScoredModel, Verdict, plain, source_names
+from leakmel.detector.metrics.significance import HARDER, Groups, ScoredModel, Verdict, plain, source_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,6 +68,8 @@ class EvaluationRecord:
             auc += f" ({self.auc_low:.2f} to {self.auc_high:.2f})"
         results = {True: "better than", False: "not shown to be better than", None: "not comparable with"}
         result = f"{results[self.beats]} the baselines"
+        if HARDER in self.verdict:
+            result = f"as good as a baseline, {HARDER}"
         is_inside = self.kind == CROSS_VALIDATION
         where = "In cross-validation inside its training set" if is_inside else "On a test set"
         leaky = "; LEAKY SPLIT, the figures are too good" if self.stamps else ""
@@ -166,7 +168,8 @@ def evaluation_result(evaluations: Sequence[EvaluationRecord]) -> str:
     found = best_evaluation(evaluations)
     if found is None:
         return "never evaluated"
-    texts = {True: "beats baselines", False: "not shown to beat baselines", None: "not comparable"}
+    unclear = "as good as a baseline" if HARDER in found.verdict else "not shown to beat baselines"
+    texts = {True: "beats baselines", False: unclear, None: "not comparable"}
     return f"{texts[found.beats]} ({found.kind}{', leaky split' if found.stamps else ''})"
 
 # %% ../../../nbs/detector/model/card.ipynb #ca000008
