@@ -240,8 +240,7 @@ def test_prediction_shows_evaluation_probability_and_alarm_threshold(trained: Pa
     # a probability that says less than the share of leaks is kept for the sensors of the training
     useless = replace(detector, reliability=(known, replace(new, score=new.base)))
     less = lm.predict(trained / "demo", useless, out=tmp_path / "s.csv", progress="none")
-    is_new = less.withheld
-    assert is_new is not None
+    is_new = np.asarray(less.withheld)
     assert is_new.tolist() == (~less.table["in_training"].to_numpy(bool)).tolist(), (
         "the demo is split by sensor"
     )

@@ -286,6 +286,7 @@ def test_each_name_is_matched_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(naming, "match_pattern", counted)
     found = scan(tmp_path, pattern="{label}/{sensor}_{recording}")
+    assert found.preview is not None
     assert found.preview.n_fit == len(found.table) == 30
     assert len(matched) == len({*matched}) == 30
     table = tmp_path.parent / "list.csv"

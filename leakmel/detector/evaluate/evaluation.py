@@ -589,9 +589,9 @@ def evaluate(
                 path=ds.sources[0].path,
                 found=too_short(ds) or None,
             )
-        given = provenance_of(own for name, own in parts.items() if name != part)
-        marks = replace(given, recordings=detector.provenance.recordings)  # the split has compared the others
-        known = find_overlap(detector.provenance | marks, ds)
+        others = provenance_of(own for name, own in parts.items() if name != part)
+        others = replace(others, recordings=detector.provenance.recordings)  # the split has compared theirs
+        known = find_overlap(detector.provenance | others, ds)
         if known and known.stamp and not allow_leaky_split:
             warnings.warn(known.stamp, LeakySplitWarning, stacklevel=2)
         groups = stats.recording_groups(recordings_of(ds), group)

@@ -273,7 +273,7 @@ class Provenance:
         marks = [
             _short_digests(own) for own in (map(_sensor_key, names), names)
         ]  # earlier models: as they are
-        return np.isin(marks, self.sensors).any(0)
+        return np.any(np.isin(marks, self.sensors), axis=0)
 
     def __or__(self, other: "Provenance") -> "Provenance":
         marks = {n: np.union1d(getattr(self, n), getattr(other, n)) for n in MARKS}
@@ -307,7 +307,9 @@ def _segment_marks(ds: Segments) -> tuple[np.ndarray, np.ndarray]:
     for source in ds.sources:
         for rows in row_blocks(source, "comparing", "none"):
             flat = rows.reshape(len(rows) * rows.shape[1], -1)  # [B * L, S * M * T]
-            marks = np.fromiter(map(xxh3_64_intdigest, flat), np.uint64, len(flat)).view(np.int64)
+            marks = np.fromiter((xxh3_64_intdigest(v.data) for v in flat), np.uint64, len(flat)).view(
+                np.int64
+            )
             chosen = np.flatnonzero(marks % _ONE_IN == 0)
             chosen = chosen[(flat[chosen] != flat[chosen, :1]).any(1)]
             found.append(np.stack([marks[chosen], first + chosen // rows.shape[1]], 1))
