@@ -1836,8 +1836,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'leakmel/detector/model/card.py'),
                                              'leakmel.detector.model.card._segment_marks': ( 'detector/model/card.html#_segment_marks',
                                                                                              'leakmel/detector/model/card.py'),
-                                             'leakmel.detector.model.card._sensor_key': ( 'detector/model/card.html#_sensor_key',
-                                                                                          'leakmel/detector/model/card.py'),
                                              'leakmel.detector.model.card._short_digests': ( 'detector/model/card.html#_short_digests',
                                                                                              'leakmel/detector/model/card.py'),
                                              'leakmel.detector.model.card.best_evaluation': ( 'detector/model/card.html#best_evaluation',

@@ -590,7 +590,7 @@ def evaluate(
                 found=too_short(ds) or None,
             )
         others = provenance_of(own for name, own in parts.items() if name != part)
-        others = replace(others, recordings=detector.provenance.recordings)  # the split has compared theirs
+        others = replace(others, recordings=detector.provenance.recordings)  # the split compared theirs
         known = find_overlap(detector.provenance | others, ds)
         if known and known.stamp and not allow_leaky_split:
             warnings.warn(known.stamp, LeakySplitWarning, stacklevel=2)

@@ -66,14 +66,20 @@ class EvaluationRecord:
         auc = "AUC undefined" if self.auc is None else f"AUC {self.auc:.2f}"
         if self.auc_low is not None:
             auc += f" ({self.auc_low:.2f} to {self.auc_high:.2f})"
-        results = {True: "better than", False: "not shown to be better than", None: "not comparable with"}
-        result = f"{results[self.beats]} the baselines"
-        if HARDER in self.verdict:
-            result = f"as good as a baseline, {HARDER}"
+        unclear = (
+            f"as good as a baseline, {HARDER}"
+            if HARDER in self.verdict
+            else "not shown to be better than the baselines"
+        )
+        results = {
+            True: "better than the baselines",
+            False: unclear,
+            None: "not comparable with the baselines",
+        }
         is_inside = self.kind == CROSS_VALIDATION
         where = "In cross-validation inside its training set" if is_inside else "On a test set"
         leaky = "; LEAKY SPLIT, the figures are too good" if self.stamps else ""
-        return f"{where} ({self.recordings:,} recordings{groups}, {self.method}): {auc}, {result}{leaky}"
+        return f"{where} ({self.recordings:,} recordings{groups}, {self.method}): {auc}, {results[self.beats]}{leaky}"
 
 
 def evaluation_record(
@@ -241,11 +247,6 @@ def _short_digests(values: Iterable[str | bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(digests), "<i8")
 
 
-def _sensor_key(name: str) -> str:
-    "The name of a sensor as it is compared: without case, outer blanks and what cannot be seen."
-    return text_key(name).casefold()
-
-
 MARKS = ("recordings", "sensors", "segments", "names")  # fields of a provenance
 
 
@@ -270,10 +271,10 @@ class Provenance:
     def has_sensors(self, names: Iterable[str]) -> np.ndarray:  # [n] bool
         "Find the sensors that the detector was trained on by their names, as a reader sees them; empty: not known."
         names = list(names)
-        marks = [
-            _short_digests(own) for own in (map(_sensor_key, names), names)
-        ]  # earlier models: as they are
-        return np.any(np.isin(marks, self.sensors), axis=0)
+        marks = _short_digests(
+            [*(text_key(n).casefold() for n in names), *names]
+        )  # earlier models: as they are
+        return np.any(np.isin(marks, self.sensors).reshape(2, -1), axis=0)
 
     def __or__(self, other: "Provenance") -> "Provenance":
         marks = {n: np.union1d(getattr(self, n), getattr(other, n)) for n in MARKS}
@@ -295,8 +296,8 @@ _ONE_IN = 8  # long segments of which one has a mark
 _MOST_RECORDINGS = 4  # which clips that overlap can share
 
 
-def _segment_marks(ds: Segments) -> tuple[np.ndarray, np.ndarray]:
-    """Return [k] int64 marks of one long segment in eight of the chosen recordings, and [k] their rows.
+def _segment_marks(ds: Segments) -> np.ndarray:
+    """Return [k, 2] int64: marks of one long segment in eight of the chosen recordings, and their rows.
 
     Which one has a mark depends on its content only. Silence, and what a recording repeats, have none.
     """
@@ -315,8 +316,7 @@ def _segment_marks(ds: Segments) -> tuple[np.ndarray, np.ndarray]:
             found.append(np.stack([marks[chosen], first + chosen // rows.shape[1]], 1))
             first += len(rows)
     pairs, counts = np.unique(np.concatenate(found), axis=0, return_counts=True)
-    marks, places = pairs[(counts == 1) & np.isin(pairs[:, 1], ds.rows)].T
-    return marks, places
+    return pairs[(counts == 1) & np.isin(pairs[:, 1], ds.rows)]
 
 
 _NUMBERED = re.compile(r"[_~ .-]+(?:t|part|piece|clip|seg|segment|chunk)?[_-]?\(?\d+\)?s?$")
@@ -344,8 +344,8 @@ def provenance_of(parts: Iterable[Segments]) -> Provenance:
     known = [(ds, table) for ds in parts if (table := _known_table(ds)) is not None]
     marks = {
         "recordings": [_short_digests(table["content"]) for _, table in known],
-        "sensors": [_short_digests(map(_sensor_key, table["sensor"])) for _, table in known],
-        "segments": [_segment_marks(ds)[0] for ds, _ in known],
+        "sensors": [_short_digests(text_key(s).casefold() for s in table["sensor"]) for _, table in known],
+        "segments": [_segment_marks(ds)[:, 0] for ds, _ in known],
         "names": [_name_marks(table, is_test=False)[0] for _, table in known],
     }
     found = {n: np.unique(np.concatenate([[0], *own]), return_counts=True) for n, own in marks.items()}
@@ -363,9 +363,8 @@ class Overlap:
     n_in_training: int  # of them it was trained with
     n_new: int  # of them it was not; silent ones are neither
     n_sharing: int = 0  # of these share audio with training recordings, as far as `Provenance.segments` shows
-    n_named: int = (
-        0  # of the others have a name that continues that of a training recording, or is continued by one
-    )
+    # of the others have a name that continues that of a training recording, or is continued by one
+    n_named: int = 0
 
     @property
     def text(self) -> str:
@@ -384,12 +383,11 @@ class Overlap:
     @property
     def question(self) -> str:
         "What a person has to answer; empty if no name suggests that audio is shared."
-        asked = f"{self.n_named:,} of {self.n:,} test recordings have names that continue names of training recordings, or that these continue"
-        return (
-            f"{asked}: were they cut from the same recordings? Then the scores are too optimistic."
-            if self.n_named
-            else ""
+        names = (
+            "test recordings have names that continue names of training recordings, or that these continue"
         )
+        asked = f"{names}: were they cut from the same recordings? Then the scores are too optimistic."
+        return f"{self.n_named:,} of {self.n:,} {asked}" * bool(self.n_named)
 
 # %% ../../../nbs/detector/model/card.ipynb #5cd511c6
 def find_overlap(provenance: Provenance, testing: Segments) -> Overlap | None:
@@ -398,7 +396,7 @@ def find_overlap(provenance: Provenance, testing: Segments) -> Overlap | None:
     if table is None:
         return None
     known = provenance.contains(table["content"])
-    marks, rows = _segment_marks(testing)
+    marks, rows = _segment_marks(testing).T
     is_shared = np.isin(np.unique(testing.rows), rows[np.isin(marks, provenance.segments)]) & ~known
     marks, places = _name_marks(table, is_test=True)
     is_named = np.isin(np.arange(len(table)), places[np.isin(marks, provenance.names)])

@@ -269,11 +269,10 @@ class Detector:
         those of the hardest grouping of `reliability`, its last. By sensor or site, a recording of a known sensor is of a known
         group. By anything else (session, date ...), a new recording is of a new group, whatever its sensor.
         """
-        hardest = self.reliability[-1] if self.reliability else None
-        if hardest is None or hardest.is_useful or hardest.by == "recording":
+        hardest = self.reliability[-1:]
+        if all(brier.is_useful or brier.by == "recording" for brier in hardest):
             return np.ones(len(sensors), bool)
-        is_by_sensor = hardest.by in ("sensor", "site")
-        return in_training | (is_by_sensor & self.provenance.has_sensors(sensors))
+        return in_training | (hardest[0].by in ("sensor", "site")) & self.provenance.has_sensors(sensors)
 
     def with_held_out(
         self,
