@@ -470,10 +470,7 @@ class Naming:
             ) from e
 
 
-_MOST_NAMES = 1 << 16  # that are kept: a listing, its preview and a build ask for the same ones
-
-
-@functools.lru_cache(_MOST_NAMES)
+@functools.lru_cache(1 << 16)  # a listing, its preview and a build ask for the same names
 def _read(naming: Naming, path: bytes) -> ParsedPath:
     "Parse a path by folders or by a pattern."
     folder = os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None
@@ -481,10 +478,8 @@ def _read(naming: Naming, path: bytes) -> ParsedPath:
         return ParsedPath(label=folder, parts=parse_name(path))
     text = os.path.splitext(os.fsdecode(path))[0]
     # names may have accents as one character or as two, in either way
-    forms = dict.fromkeys(
-        [naming.pattern, *(unicodedata.normalize(form, naming.pattern) for form in ("NFC", "NFD"))]
-    )
-    found = next(filter(None, (match_pattern(form, text) for form in forms)), None)
+    forms = (naming.pattern, *(unicodedata.normalize(form, naming.pattern) for form in ("NFC", "NFD")))
+    found = next(filter(None, (match_pattern(form, text) for form in dict.fromkeys(forms))), None)
     has_folders = naming.labels_by_folder and ("field", "folder") not in pattern_tokens(naming.pattern)
     values = found or {}  # the folder is the label even if the name does not match
     parts = NameParts(

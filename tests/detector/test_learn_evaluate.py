@@ -370,7 +370,7 @@ def test_no_cautions_for_a_sufficient_data_set():
 # ---- the control -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gap", [0.0, 2.0])
+@each("gap", [0.0, 2.0])
 def test_interval_of_permuted_labels_contains_auc_of_one_half(gap):
     truth, score, of = simulate_network(np.random.default_rng(2), 12, 20, gap)
     control = permutation_test(truth, score, groups_of(of))
@@ -465,7 +465,7 @@ def test_permuted_labels_keep_group_sizes_and_purity():
     assert np.allclose(places.mean(0), 28 / 60, atol=0.06), "each recording is a leak as often as any other"
 
 
-@pytest.mark.parametrize("truth", [[1] + [0] * 99, [0] + [1] * 99])
+@each("truth", [[1] + [0] * 99, [0] + [1] * 99])
 def test_permutation_keeps_both_classes(truth):
     "One recording of a class, in a large group; small groups get a hundredth of it."
     of = np.r_[np.zeros(70, int), 1 + np.arange(30)]
@@ -555,7 +555,7 @@ def test_logistic_regression_is_the_same_each_time_and_survives_odd_features():
     assert np.isfinite(wide[-1].coef_).all()
 
 
-@pytest.mark.parametrize(("x", "y"), [(np.ones((3, 1)), [1, 1, 1]), (np.full((2, 1), np.nan), [1, 0])])
+@each(("x", "y"), [(np.ones((3, 1)), [1, 1, 1]), (np.full((2, 1), np.nan), [1, 0])])
 def test_logistic_fit_refuses_unusable_input(x, y):
     with pytest.raises(DataError):
         fit_logistic(x, np.array(y, bool))
@@ -972,7 +972,7 @@ def test_options_that_do_not_exist_are_refused(sets, options, code):
         lm.evaluate(detector(sets), sets[2], progress="none", **options)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "error", "message"),
     [
         ({"files_per_batch": 0}, UsageError, "files_per_batch must be a whole number of at least 1"),

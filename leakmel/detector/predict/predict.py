@@ -392,8 +392,8 @@ class Predictions:
     calibration: Calibration | None = None  # calibration of the scores of the voting rule
     evaluations: tuple[EvaluationRecord, ...] = ()  # evaluations that the model file stores
     reliability: tuple[Brier, ...] = ()  # Brier scores of the probabilities, of known groups before new ones
-    # [n] bool, or False: no probability, because that of recordings of new groups is no better than the share of leaks
-    withheld: np.ndarray | bool = False
+    # [n] bool: no probability, because that of recordings of new groups is no better than the share of leaks
+    withheld: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.scored)
@@ -419,7 +419,8 @@ class Predictions:
         "[n] float64, probability of a leak; NaN: the scores are not calibrated, or `Detector.has_probability` withholds it."
         if self.calibration is None:
             return np.full(len(self), np.nan)
-        return np.where(self.withheld, np.nan, self.calibration.probability(self.score))
+        values = self.calibration.probability(self.score)
+        return values if self.withheld is None else np.where(self.withheld, np.nan, values)
 
     @cached_property
     def _flags(self) -> dict[str, np.ndarray]:
@@ -562,7 +563,7 @@ class Predictions:
             "rule": asdict(self.rule),
             "calibration": None if c is None else {"method": c.method, "n": c.n, "leak_share": c.share},
             "reliability": [asdict(b) for b in self.reliability],
-            "without_probability": int(np.sum(self.withheld)),
+            "without_probability": 0 if self.withheld is None else int(self.withheld.sum()),
             "length": self.length,
             "spec": self.spec.to_dict(),
             "engine": self.engine,

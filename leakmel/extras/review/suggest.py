@@ -362,7 +362,8 @@ def suggest(
     is_open, is_labelled = reasons == "", np.isin(reasons, _LABELLED)
     place, threshold, name = done.score, done.rule.threshold, "score"
     if done.calibration is not None and not np.any(done.withheld):
-        name, place = "probability", done.probability
+        name = "probability"
+        place = done.probability
         threshold = float(done.calibration.probability(threshold))
     drawn = np.random.default_rng(seed).permutation(np.flatnonzero(is_open | is_labelled))[:MAX_FEATURES]
     features = band_statistics(done.folder, done.scored.paths, done.spec, drawn, progress=progress)
