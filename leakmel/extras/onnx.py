@@ -704,11 +704,8 @@ def export_onnx(
     path = output_path(out)
     look = partial(require_kind, path, "ONNX file of leakmel", is_onnx_of_leakmel)
     look()
-    # the file does not know the sensors
-    has_probability = bool(detector.has_probability([""], np.array([False]))[0])
-    calibration = None
-    if detector.held_out is not None and has_probability:
-        calibration = fit_calibration(detector.held_out)
+    known = detector.has_probability([""], np.array([False]))[0]  # the file does not know the sensors
+    calibration = fit_calibration(detector.held_out) if detector.held_out is not None and known else None
     made = onnx_model(detector, calibration)
     right = check_recordings(recordings, detector, most=most, progress=progress)
     facts = (calibration, detector.threshold)

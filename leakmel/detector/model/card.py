@@ -66,18 +66,15 @@ class EvaluationRecord:
         auc = "AUC undefined" if self.auc is None else f"AUC {self.auc:.2f}"
         if self.auc_low is not None:
             auc += f" ({self.auc_low:.2f} to {self.auc_high:.2f})"
-        unclear = (
-            f"as good as a baseline, {HARDER}"
-            if HARDER in self.verdict
-            else "not shown to be better than the baselines"
-        )
         results = {
             True: "better than the baselines",
-            False: unclear,
+            False: f"as good as a baseline, {HARDER}"
+            if HARDER in self.verdict
+            else "not shown to be better than the baselines",
             None: "not comparable with the baselines",
         }
-        is_inside = self.kind == CROSS_VALIDATION
-        where = "In cross-validation inside its training set" if is_inside else "On a test set"
+        inside = "In cross-validation inside its training set"
+        where = inside if self.kind == CROSS_VALIDATION else "On a test set"
         leaky = "; LEAKY SPLIT, the figures are too good" if self.stamps else ""
         return f"{where} ({self.recordings:,} recordings{groups}, {self.method}): {auc}, {results[self.beats]}{leaky}"
 
@@ -174,8 +171,11 @@ def evaluation_result(evaluations: Sequence[EvaluationRecord]) -> str:
     found = best_evaluation(evaluations)
     if found is None:
         return "never evaluated"
-    unclear = "as good as a baseline" if HARDER in found.verdict else "not shown to beat baselines"
-    texts = {True: "beats baselines", False: unclear, None: "not comparable"}
+    texts = {
+        True: "beats baselines",
+        False: "as good as a baseline" if HARDER in found.verdict else "not shown to beat baselines",
+        None: "not comparable",
+    }
     return f"{texts[found.beats]} ({found.kind}{', leaky split' if found.stamps else ''})"
 
 # %% ../../../nbs/detector/model/card.ipynb #ca000008
@@ -277,8 +277,10 @@ class Provenance:
         return np.any(np.isin(marks, self.sensors).reshape(2, -1), axis=0)
 
     def __or__(self, other: "Provenance") -> "Provenance":
-        marks = {n: np.union1d(getattr(self, n), getattr(other, n)) for n in MARKS}
-        return Provenance(**marks, is_complete=self.is_complete and other.is_complete)
+        return Provenance(
+            **{n: np.union1d(getattr(self, n), getattr(other, n)) for n in MARKS},
+            is_complete=self.is_complete and other.is_complete,
+        )
 
     def __repr__(self) -> str:
         return f"Provenance({len(self.recordings):,} recordings{'' if self.is_complete else ', and perhaps others'})"
@@ -288,8 +290,8 @@ def _known_table(ds: Segments) -> "pd.DataFrame | None":
     "Content (digest of the samples), sensor and path of the chosen recordings; None where the digests are not known."
     if not all("digest" in source.files for source in ds.sources):
         return None
-    table = recordings_table(ds.sources, progress="none").iloc[np.unique(ds.rows)]
-    return table.reindex(columns=["content", "sensor", "path"]).fillna("")
+    known = recordings_table(ds.sources, progress="none").reindex(columns=["content", "sensor", "path"])
+    return known.iloc[np.unique(ds.rows)].fillna("")
 
 
 _ONE_IN = 8  # long segments of which one has a mark
@@ -383,11 +385,10 @@ class Overlap:
     @property
     def question(self) -> str:
         "What a person has to answer; empty if no name suggests that audio is shared."
-        names = (
-            "test recordings have names that continue names of training recordings, or that these continue"
-        )
-        asked = f"{names}: were they cut from the same recordings? Then the scores are too optimistic."
-        return f"{self.n_named:,} of {self.n:,} {asked}" * bool(self.n_named)
+        return (
+            f"{self.n_named:,} of {self.n:,} test recordings have names that continue names of training recordings, "
+            "or that these continue: were they cut from the same recordings? Then the scores are too optimistic."
+        ) * bool(self.n_named)
 
 # %% ../../../nbs/detector/model/card.ipynb #5cd511c6
 def find_overlap(provenance: Provenance, testing: Segments) -> Overlap | None:

@@ -813,8 +813,8 @@ def predict(
         reliability=detector.reliability,
     )
     if done.calibration is not None:
-        has_probability = detector.has_probability(scored.sensor.tolist(), scored.in_training == 1)
-        done = replace(done, withheld=~has_probability)
+        in_training = scored.in_training == 1
+        done = replace(done, withheld=~detector.has_probability(scored.sensor.tolist(), in_training))
     if target is not None:
         done.write(target, all_columns=all_columns)
         done = replace(done, seconds=time.perf_counter() - began)
