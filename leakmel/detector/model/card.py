@@ -247,7 +247,7 @@ def _short_digests(values: Iterable[str | bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(digests), "<i8")
 
 
-MARKS = ("recordings", "sensors", "segments", "names")  # fields of a provenance
+MARKS = ("recordings", "sensors", "segments", "file_names")  # fields of a provenance
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +262,7 @@ class Provenance:
     # [k] marks of some of their long segments, rising
     segments: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     # [j] marks of their names, and of the names that these continue, rising
-    names: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    file_names: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def contains(self, content_digests: Iterable[str | bytes]) -> np.ndarray:  # [n] bool
         "Find the recordings that the detector was trained on by digests of samples; empty: not known."
@@ -348,7 +348,7 @@ def provenance_of(parts: Iterable[Segments]) -> Provenance:
         "recordings": [_short_digests(table["content"]) for _, table in known],
         "sensors": [_short_digests(text_key(s).casefold() for s in table["sensor"]) for _, table in known],
         "segments": [_segment_marks(ds)[:, 0] for ds, _ in known],
-        "names": [_name_marks(table, is_test=False)[0] for _, table in known],
+        "file_names": [_name_marks(table, is_test=False)[0] for _, table in known],
     }
     found = {n: np.unique(np.concatenate([[0], *own]), return_counts=True) for n, own in marks.items()}
     common, counts = found["segments"]
@@ -400,7 +400,7 @@ def find_overlap(provenance: Provenance, testing: Segments) -> Overlap | None:
     marks, rows = _segment_marks(testing).T
     is_shared = np.isin(np.unique(testing.rows), rows[np.isin(marks, provenance.segments)]) & ~known
     marks, places = _name_marks(table, is_test=True)
-    is_named = np.isin(np.arange(len(table)), places[np.isin(marks, provenance.names)])
+    is_named = np.isin(np.arange(len(table)), places[np.isin(marks, provenance.file_names)])
     n_new = int((~known & (table["content"] != "")).sum())
     return Overlap(
         len(table), int(known.sum()), n_new, int(is_shared.sum()), int((is_named & ~known & ~is_shared).sum())
