@@ -557,7 +557,7 @@ def propose_build(
     table = manifest.table
     # columns of a table may name groups if their values repeat
     extra = [c for c in table.columns if c.startswith("extra/") and 2 * table[c].nunique() <= len(table)]
-    counts = {x: len({*map(text_key, table[x])} - {""}) for x in ("sensor", "session", "folder", *extra)}
+    counts = {x: len({*map(text_key, {*table[x]})} - {""}) for x in ("sensor", "session", "folder", *extra)}
     groups = {name.removeprefix("extra/"): n for name, n in counts.items() if n > 1}
     cautions = [*_single_label_groups(manifest, groups)]
     alternatives = list[str]()

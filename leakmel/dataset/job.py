@@ -22,7 +22,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from leakmel.core import errors
-from leakmel.core.files import delayed_signals, require_space, write_errors
+from leakmel.core.files import delayed_signals, read_own_json, require_space, write_errors
 from leakmel.core.progress import Progress
 from leakmel.core.store import Folder
 from leakmel.core.timeline import Span, Timeline
@@ -487,6 +487,13 @@ def _new_job(run: BuildContext, target: Target, start: str) -> Job:
     )
 
 
+def _is_whole(report: Path) -> bool:
+    "Whether a report exists and is not damaged."
+    with suppress(OSError, ValueError, RecursionError):
+        return isinstance(read_own_json(report), dict)
+    return False
+
+
 def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset | None) -> Job | None:
     "Return a completed job if the existing data set is up to date and passes verification, else None."
     path = target.path
@@ -498,7 +505,7 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
     if not job.is_complete():
         return None
     job.is_up_to_date = schema.digest_of_metadata(job_metadata(job, run)) == existing.digest
-    if not job.is_up_to_date or not all(report.is_file() for report in report_paths(path)):
+    if not job.is_up_to_date or not all(map(_is_whole, report_paths(path))):
         return None
     with run.timeline.span("verify", "main", split=job.split) as moved:
         job.report = check_data_set(

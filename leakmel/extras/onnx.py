@@ -646,7 +646,7 @@ class OnnxExport:
         notes = [
             (
                 check.probability is None,
-                "no output probability: the detector has no held-out scores to calibrate it",
+                "no output probability: no held-out scores calibrate it, or on new groups it says less than the share of leaks",
             ),
             (
                 check.source != "recordings",
@@ -704,7 +704,8 @@ def export_onnx(
     path = output_path(out)
     look = partial(require_kind, path, "ONNX file of leakmel", is_onnx_of_leakmel)
     look()
-    calibration = None if detector.held_out is None else fit_calibration(detector.held_out)
+    known = detector.has_probability([""], np.array([False]))[0]  # the file does not know the sensors
+    calibration = fit_calibration(detector.held_out) if detector.held_out is not None and known else None
     made = onnx_model(detector, calibration)
     right = check_recordings(recordings, detector, most=most, progress=progress)
     facts = (calibration, detector.threshold)

@@ -502,7 +502,7 @@ def check_overlap(
             found=str(twice[0]),
         )
     overlap = card.find_overlap(provenance or card.Provenance(), evaluated)
-    known = [overlap.text] if overlap is not None and overlap.n_in_training else []
+    known = [overlap.text] if overlap is not None and overlap.text else []
     return [f"{LEAKY_SPLIT} testing: {text}" for text in (*found, *known)]
 
 # %% ../../nbs/extras/retrain.ipynb #260442b4

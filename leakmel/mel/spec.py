@@ -446,8 +446,7 @@ def compare_each(
     got = features_db.astype(np.float64)
     right, low, high, upper = bounds
     axes = tuple(range(1, features_db.ndim))
-    is_right = (got >= low) & (got <= high)
-    n_wrong = (~is_right).sum(axis=axes)
+    n_wrong = (~((got >= low) & (got <= high))).sum(axis=axes)
     if n_wrong.any():
         upper = upper & np.isfinite(got)
     # equal frames have equal rounding errors, which do not average out

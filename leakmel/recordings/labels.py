@@ -443,8 +443,7 @@ def _in_table(file: Path, folder: Path) -> tuple[str, Path, str]:
     places = (folder, *split_folders(folder).values(), folder.parent)
     found = ((place, name) for place in places for name, text in cells if os.path.isfile(place / text))
     place, path = next(found, (folder, ""))
-    is_usual = {"path", "label"} <= {*names}
-    columns = "" if is_usual else f"path={path.strip()},label={label.strip()}"
+    columns = "" if {"path", "label"} <= {*names} else f"path={path.strip()},label={label.strip()}"
     can_be_typed = columns.isprintable() and (columns.count(","), columns.count("=")) in ((0, 0), (1, 2))
     return kind if path and can_be_typed else "", place, columns
 

@@ -74,6 +74,7 @@ def _iso(m: re.Match | None) -> str:
         return ""
 
 
+@functools.lru_cache(64)  # a pattern tries a text, and its time is read from it
 def clock_time(text: str) -> str:
     "A time that is the whole text in ISO 8601, with its zone if it has one; empty for other texts."
     plain = _JOINED.sub(lambda m: f"{m[1] or '20' + m[3]}_{m[2] or m[4]}", dashed_date(text[:41]))
@@ -430,12 +431,12 @@ class Naming:
     base: str = "split"  # paths are relative to the folder of the "split", or to the "root"
 
     def __post_init__(self) -> None:
-        by_name = self.source == "pattern" and ("field", "split") in pattern_tokens(self.pattern)
+        fields = pattern_fields(self.pattern)  # raises UsageError: before anything that depends on them
         if (
             self.source not in ("folders", "pattern", "table")
-            or self.base != ("root" if self.source == "table" or by_name else "split")
+            or self.base != ("root" if self.source == "table" or "split" in fields else "split")
             or (self.source != "table" and bool(self.pattern) != (self.source == "pattern"))
-            or (self.source == "table" and {"label", "split"} & pattern_fields(self.pattern))
+            or (self.source == "table" and {"label", "split"} & fields)
         ):
             raise DataError("the naming contradicts itself", code="invalid-naming", found=repr(self))
 
@@ -452,33 +453,7 @@ class Naming:
             raise UsageError(
                 "the names of this data set come from a table", code="names-in-table", remedy="give the table"
             )
-        folder = os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None
-        if self.source == "folders":
-            return ParsedPath(label=folder, parts=parse_name(path))
-        text = os.path.splitext(os.fsdecode(path))[0]
-        # names may have accents as one character or as two, in either way
-        forms = dict.fromkeys(
-            [self.pattern, *(unicodedata.normalize(form, self.pattern) for form in ("NFC", "NFD"))]
-        )
-        found = next(filter(None, (match_pattern(form, text) for form in forms)), None)
-        has_folders = self.labels_by_folder and ("field", "folder") not in pattern_tokens(self.pattern)
-        values = found or {}  # the folder is the label even if the name does not match
-        parts = NameParts(
-            values.get("sensor", ""),
-            values.get("recording", ""),
-            whole_time(values.get("start_time", "")) or iso_time(values.get("start_time", "")),
-            number_in(values.get("gain", "")),
-            values.get("session", ""),
-            values.get("folder", "/".join(text.split("/")[1:-1]) if has_folders else ""),
-        )
-        has_value = {"start_time": parts.start_time, "gain": not math.isnan(parts.gain)}
-        return ParsedPath(
-            split_name(values["split"]) if "split" in values else None,
-            folder if self.labels_by_folder else values.get("label"),
-            parts,
-            found is not None,
-            {name: values[name] for name in _FORMS if name in values and not has_value[name]},
-        )
+        return _read(self, path)
 
     def to_json(self) -> str:
         "Return JSON for the data set."
@@ -493,6 +468,36 @@ class Naming:
             raise DataError(
                 "the stored naming cannot be read", code="invalid-naming", found=repr(text)[:200]
             ) from e
+
+
+@functools.lru_cache(1 << 16)  # a listing, its preview and a build ask for the same names
+def _read(naming: Naming, path: bytes) -> ParsedPath:
+    "Parse a path by folders or by a pattern."
+    folder = os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None
+    if naming.source == "folders":
+        return ParsedPath(label=folder, parts=parse_name(path))
+    text = os.path.splitext(os.fsdecode(path))[0]
+    # names may have accents as one character or as two, in either way
+    forms = (naming.pattern, *(unicodedata.normalize(form, naming.pattern) for form in ("NFC", "NFD")))
+    found = next(filter(None, (match_pattern(form, text) for form in dict.fromkeys(forms))), None)
+    has_folders = naming.labels_by_folder and ("field", "folder") not in pattern_tokens(naming.pattern)
+    values = found or {}  # the folder is the label even if the name does not match
+    parts = NameParts(
+        values.get("sensor", ""),
+        values.get("recording", ""),
+        whole_time(values.get("start_time", "")) or iso_time(values.get("start_time", "")),
+        number_in(values.get("gain", "")),
+        values.get("session", ""),
+        values.get("folder", "/".join(text.split("/")[1:-1]) if has_folders else ""),
+    )
+    has_value = {"start_time": parts.start_time, "gain": not math.isnan(parts.gain)}
+    return ParsedPath(
+        split_name(values["split"]) if "split" in values else None,
+        folder if naming.labels_by_folder else values.get("label"),
+        parts,
+        found is not None,
+        {name: values[name] for name in _FORMS if name in values and not has_value[name]},
+    )
 
 # %% ../../nbs/recordings/naming.ipynb #3433a20a
 def pattern_naming(

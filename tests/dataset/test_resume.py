@@ -23,6 +23,7 @@ from independent import check, leftovers
 
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, SpaceError, VerifyError
+from leakmel.core.files import read_own_json
 from leakmel.dataset import existing, loader, writer
 from leakmel.dataset import job as job_module
 from leakmel.dataset.existing import journal_path, read_state, state_path, write_state
@@ -114,6 +115,15 @@ def test_unchanged_folder_changes_no_file_and_is_reported(
     assert [(p.kind, p.path) for p in again.noted] == [(p.kind, p.path) for p in first.noted]
     assert not first.summary["nothing_to_do"]
     assert first.summary["kept_rows"] == 0
+    for ending in (".report.json", ".timeline.json"):  # damaged ones are written again, as lost ones are
+        report = first.path.with_name(f"x.h5{ending}")
+        for damage in (lambda text: b"", lambda text: text[: len(text) // 2], lambda text: b"[1]"):
+            report.write_bytes(damage(report.read_bytes()))
+            build(data, first.path)
+            assert report.read_bytes()[-40:] != damage(report.read_bytes())[-40:]
+            assert isinstance(read_own_json(report), dict)
+    assert read == []
+    assert first.path.read_bytes() == before["x.h5"][2]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.operation import Run, make
+from leakmel.detector.data.segments import Segments
 from leakmel.detector.evaluate.evaluation import record_evaluation
 from leakmel.detector.metrics.metrics import (
     MIN_ISOTONIC,
@@ -37,11 +38,14 @@ from leakmel.detector.model.card import (
     evaluation_record,
     evaluation_result,
     next_steps,
+    provenance_of,
     record_from_plain,
 )
 from leakmel.detector.model.cards import model_card
 from leakmel.detector.model.detector import load_detector
 from leakmel.detector.model.files import load_plain, plain_bytes
+from leakmel.extras.onnx import export_onnx
+from leakmel.extras.review.suggest import suggest
 from leakmel.operations.detector import Evaluate, Train, run_summary
 
 
@@ -236,8 +240,7 @@ def test_prediction_shows_evaluation_probability_and_alarm_threshold(trained: Pa
     # a probability that says less than the share of leaks is kept for the sensors of the training
     useless = replace(detector, reliability=(known, replace(new, score=new.base)))
     less = lm.predict(trained / "demo", useless, out=tmp_path / "s.csv", progress="none")
-    is_new = less.withheld
-    assert is_new is not None
+    is_new = np.asarray(less.withheld)
     assert is_new.tolist() == (~less.table["in_training"].to_numpy(bool)).tolist(), (
         "the demo is split by sensor"
     )
@@ -246,12 +249,42 @@ def test_prediction_shows_evaluation_probability_and_alarm_threshold(trained: Pa
     assert (pd.read_csv(tmp_path / "s.csv")["probability"].isna() == is_new).all()
     assert f"no probability for {is_new.sum()} recordings of new or unnamed sensors" in less.text(1000)
     assert less.summary["without_probability"] == is_new.sum()
+    # everywhere: the queue of suggestions goes by score, and an ONNX file, which knows no sensors, has no probability
+    queue = suggest(trained / "demo", useless, n=8, progress="none")
+    missing = {path for path, is_missing in zip(less.table["path"], is_new, strict=True) if is_missing}
+    assert queue.table["probability"].isna().tolist() == queue.table["path"].isin(missing).tolist()
+    assert queue.table["reason"].str.startswith("score").any()
+    assert not queue.table["reason"].str.contains("probability").any()
+    assert (queue.is_calibrated, queue.threshold) == (False, detector.threshold)
+    assert export_onnx(useless, tmp_path / "less.onnx", most=2, progress="none").check.probability is None
     # files of earlier versions say neither
     values = load_plain(model / "model.pt")
     head = {name: v for name, v in json.loads(values["detector"]).items() if name != "reliability"}
     del values["seen"]["sensors"]
     (tmp_path / "old.pt").write_bytes(plain_bytes(values | {"detector": json.dumps(head)}))
-    assert lm.predict(trained / "demo", tmp_path / "old.pt", progress="none").withheld is None
+    assert lm.predict(trained / "demo", tmp_path / "old.pt", progress="none").probability.all()
+
+
+def test_sensors_are_known_by_names_as_a_reader_sees_them_and_only_where_groups_are_sensors(
+    trained: Path,
+) -> None:
+    detector = load_detector(trained / "model" / "model.pt")
+    with Segments([trained / "training.h5"], level="recording") as ds:
+        own = ds.sources[0].files["sensor"].tolist()
+        seen = provenance_of([ds])
+    assert seen.has_sensors(own).all()
+    assert seen.has_sensors([f" {name.lower()}\u200b" for name in own]).all()
+    for by, sensor_counts in {"sensor": True, "site": True, "session": False, "date": False}.items():
+        brier = Brier(by, 9, 0.3, 0.2)
+        found = replace(detector, reliability=(brier,), provenance=seen)
+        known = found.has_probability([own[0].upper(), "another", ""], np.zeros(3, bool))
+        assert known.tolist() == [sensor_counts, False, False], by
+        assert found.has_probability(["another"], np.ones(1, bool)).all(), "it was trained on"
+        assert (
+            replace(found, reliability=(replace(brier, score=0.1),))
+            .has_probability([""], np.zeros(1, bool))
+            .all()
+        )
 
 
 def test_evaluation_checks_the_calibrated_probability_on_test_recordings(trained: Path) -> None:

@@ -25,6 +25,7 @@ from leakmel.detector.evaluate.evaluation import score_baselines
 from leakmel.detector.evaluate.plots import roc_figure
 from leakmel.detector.metrics.metrics import FIGURES, UNCHOSEN, best_threshold, leak_metrics, roc
 from leakmel.detector.metrics.significance import (
+    HARDER,
     MIN_GROUPS,
     Bootstrap,
     Difference,
@@ -41,6 +42,7 @@ from leakmel.detector.metrics.significance import (
     source_names,
     source_of_pieces,
 )
+from leakmel.detector.model.card import evaluation_record, evaluation_result
 from leakmel.detector.model.detector import Detector
 from leakmel.detector.model.net import LeakNet, NetSettings
 from leakmel.detector.model.spectral import baseline_features, fit_logistic, levels, spectral_features
@@ -274,6 +276,12 @@ def ways(
         ({"cnn": 1.5, "level": 1, "mels": 3}, False, "worse than mels"),
         ({"cnn": 1.5, "level": 0.3, "mels": 1.5}, False, "does not beat mels"),
         ({"cnn": 3}, None, "The detector was not compared with a baseline"),
+        (
+            {"cnn": 50, "level": 50, "mels": 1},
+            False,
+            f"The detector is as good as level here: they reach AUC 1.000, so {HARDER}",
+        ),
+        ({"cnn": 50, "mels": 1}, True, "beats all"),
     ],
 )
 def test_verdict_is_better_worse_or_undecided(gaps, beats, message):
@@ -281,7 +289,9 @@ def test_verdict_is_better_worse_or_undecided(gaps, beats, message):
     verdict = give_verdict(boot, found.pop("cnn"), list(found.values()))
     assert verdict.beats is beats
     assert message in verdict.text
-    assert (beats is False) == verdict.text.startswith("The detector is not useful")
+    assert (beats is False) == verdict.text.startswith(
+        ("The detector is not useful", "The detector is as good")
+    )
 
 
 def test_with_few_sensors_the_best_detector_beats_nothing():
@@ -360,7 +370,7 @@ def test_no_cautions_for_a_sufficient_data_set():
 # ---- the control -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gap", [0.0, 2.0])
+@each("gap", [0.0, 2.0])
 def test_interval_of_permuted_labels_contains_auc_of_one_half(gap):
     truth, score, of = simulate_network(np.random.default_rng(2), 12, 20, gap)
     control = permutation_test(truth, score, groups_of(of))
@@ -455,7 +465,7 @@ def test_permuted_labels_keep_group_sizes_and_purity():
     assert np.allclose(places.mean(0), 28 / 60, atol=0.06), "each recording is a leak as often as any other"
 
 
-@pytest.mark.parametrize("truth", [[1] + [0] * 99, [0] + [1] * 99])
+@each("truth", [[1] + [0] * 99, [0] + [1] * 99])
 def test_permutation_keeps_both_classes(truth):
     "One recording of a class, in a large group; small groups get a hundredth of it."
     of = np.r_[np.zeros(70, int), 1 + np.arange(30)]
@@ -545,7 +555,7 @@ def test_logistic_regression_is_the_same_each_time_and_survives_odd_features():
     assert np.isfinite(wide[-1].coef_).all()
 
 
-@pytest.mark.parametrize(("x", "y"), [(np.ones((3, 1)), [1, 1, 1]), (np.full((2, 1), np.nan), [1, 0])])
+@each(("x", "y"), [(np.ones((3, 1)), [1, 1, 1]), (np.full((2, 1), np.nan), [1, 0])])
 def test_logistic_fit_refuses_unusable_input(x, y):
     with pytest.raises(DataError):
         fit_logistic(x, np.array(y, bool))
@@ -807,6 +817,14 @@ def test_figure_title_names_the_baselines_that_were_not_beaten():
     assert title(Verdict(False, "", "auc", against)).endswith("not shown to be better than level")
     assert title(Verdict(True, "", "auc", against)).endswith("better than all baselines")
     assert title(Verdict(None, "", "auc", against)).endswith("not possible")
+    # where both reach the most, in every form in which the two are compared
+    boot, found = ways({"cnn": 50, "level": 50})
+    verdict = give_verdict(boot, found["cnn"], [found["level"]])
+    assert title(verdict).endswith("as good as level")
+    assert verdict.against[0][1].answer == f"as good as it here, {HARDER}"
+    record = evaluation_record("test set", "set", boot.truth, boot.groups, found["cnn"], verdict)
+    assert str(record).endswith(f"as good as a baseline, {HARDER}")
+    assert evaluation_result([record]) == "as good as a baseline (test set)"
     assert "not compared" in title(None)
 
 
@@ -954,7 +972,7 @@ def test_options_that_do_not_exist_are_refused(sets, options, code):
         lm.evaluate(detector(sets), sets[2], progress="none", **options)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "error", "message"),
     [
         ({"files_per_batch": 0}, UsageError, "files_per_batch must be a whole number of at least 1"),

@@ -19,7 +19,7 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.data.splits import LeakySplitWarning, group_split
-from leakmel.detector.model.card import Overlap, Provenance, find_overlap, provenance_of
+from leakmel.detector.model.card import MARKS, Overlap, Provenance, find_overlap, provenance_of
 from leakmel.detector.model.detector import Detector, load_detector
 from leakmel.detector.model.files import load_plain, plain_bytes, round_folder
 from leakmel.detector.model.settings import CheckpointSettings
@@ -83,7 +83,7 @@ def test_model_stores_training_and_validation_digests(small_sets, trained):
     assert np.array_equal(best.recordings, seen.recordings)
 
 
-def test_provenance_takes_eight_bytes_per_recording(trained):
+def test_provenance_takes_eight_bytes_per_mark_and_some_marks_per_recording(trained):
     with_it = load_detector(trained / "model.pt")
     seen, n = with_it.provenance, 40_000
     small, large = (
@@ -93,7 +93,9 @@ def test_provenance_takes_eight_bytes_per_recording(trained):
         .st_size
         for s in (seen, Provenance(np.arange(n), True))
     )
-    assert abs(large - small - 8 * (n - len(seen.recordings))) < 1000
+    marks = sum(len(getattr(seen, name)) for name in MARKS)
+    assert abs(large - small - 8 * (n - marks)) < 1000
+    assert marks < 20 * len(seen.recordings)
 
 
 def test_unknown_recordings_give_no_warning(small_sets, trained):
@@ -356,7 +358,8 @@ def test_a_model_that_also_has_names_of_recordings_is_read(trained, tmp_path):
     values["seen"] |= {"names": torch.arange(3)}
     (tmp_path / "model.pt").write_bytes(plain_bytes(values))
     seen = load_detector(tmp_path / "model.pt").provenance
-    assert np.array_equal(seen.recordings, load_detector(trained / "model.pt").provenance.recordings)
+    new = load_detector(trained / "model.pt").provenance
+    assert all(np.array_equal(getattr(seen, name), getattr(new, name)) for name in MARKS)
 
 
 def build_network(folder: Path, seed: int) -> list[Path]:
@@ -394,6 +397,11 @@ def test_rounds_store_and_check_provenance(small_sets, trained, tmp_path):
     assert set(after.recordings) <= set(before.recordings) | set(learned)
     assert after.is_complete
     assert load_champion(tmp_path / "rounds").provenance.is_complete
+    # a changed copy is not the file that it came from
+    champion = load_detector(trained / "model.pt")
+    assert champion.path == str(trained / "model.pt")
+    assert replace(champion, vote="mean").path == "a detector in memory"
+    assert done.challenger.path == str(round_folder(tmp_path / "rounds", 1) / "model.pt")
     chosen_by = lm.retrain(
         trained, new, testing=small_sets / NAMES[1], **given | {"out": tmp_path / "others"}
     )
@@ -455,6 +463,86 @@ def test_a_refused_call_leaves_no_folder(small_sets, trained, tmp_path):
                 **cast(dict[str, Any], {"device": "cpu"} | how),
             )
         assert not list((tmp_path / "rounds").glob("*"))
+
+
+def hiss(seed: int, seconds: float) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 1000, int(4096 * seconds))
+
+
+def data_set(folder: Path, samples: dict[str, np.ndarray]) -> Path:
+    "A data set of recordings of 4,096 Hz: name -> samples."
+    for k, (name, x) in enumerate(samples.items()):
+        (folder / ("LEAK" if k % 2 else "NOISE")).mkdir(parents=True, exist_ok=True)
+        write_wav(folder / ("LEAK" if k % 2 else "NOISE") / f"{name}.wav", x.astype(np.int16), 4096)
+    return lm.build(folder, out=folder.parent / f"{folder.name}.H5", progress="none", check=0).path
+
+
+def test_recordings_that_share_audio_are_known_both_ways(tmp_path):
+    "Clips of ten recordings, one of them padded, and the recordings themselves; two others are new."
+    whole = {f"r{k}": hiss(k, 30) for k in range(12)}
+    clips = {f"c{k}x{at}": whole[f"r{k}"][4096 * at :][: 4096 * 10] for k in range(10) for at in (0, 7, 15)}
+    clips["c0x7"] = np.concatenate([clips["c0x7"][:20480], np.zeros(20480)])
+    sets = data_set(tmp_path / "clips", clips), data_set(tmp_path / "whole", whole)
+    with recordings(sets[0]) as cut, recordings(sets[1]) as of:
+        found, back = known(provenance_of([cut]), of), known(provenance_of([of]), cut)
+        assert (found.n_in_training, found.n_sharing, found.n_new, found.n_named) == (0, 10, 12, 0)
+        assert back.n_sharing > 24, "of 30: those that begin after the end of a row are not in it"
+        assert f"{found.n_sharing} of 12 test recordings share audio" in found.stamp
+        assert len(provenance_of([of]).segments) < len(of.rows) * of.row_shape[0] / 4
+        both = provenance_of([cut]) | provenance_of([of])
+        assert known(both, cut).n_sharing == 0, "they are in the training themselves"
+        assert "share audio" not in known(both, cut).text
+
+
+def test_silence_and_what_recordings_have_in_common_is_no_shared_audio(tmp_path):
+    beep = 8000 * np.sin(2 * np.pi * 440.3 * np.arange(8192) / 4096)
+    time = np.arange(40960) / 4096
+    for name, make in {
+        "silence": lambda k: np.zeros(40960),
+        "constant": lambda k: np.full(40960, k + 1),
+        "tone": lambda k: (8000 + k) * np.sin(2 * np.pi * 400 * time),
+        "beep first": lambda k: np.concatenate([beep, hiss(k, 8)]),
+        "noise of one step": lambda k: np.sign(hiss(k, 10)),
+        "halves": lambda k: hiss(k % 6, 20)[(k // 6) * 40960 :][:40960],
+    }.items():
+        of = [data_set(tmp_path / f"{name}{k}", {f"n{i}x": make(i) for i in range(k, k + 6)}) for k in (0, 6)]
+        with recordings(of[0]) as one, recordings(of[1]) as other:
+            found = known(provenance_of([one]), other)
+        assert (found.n_in_training, found.n_sharing, found.text) == (0, 0, ""), name
+
+
+def test_names_that_continue_others_are_a_question(tmp_path):
+    for names, others, n in (
+        (["pipe7_000", "pipe7_010", "pipe8_000", "pipe8 (2)"], ["pipe7", "PIPE8", "pipe9"], 2),
+        (["pipe7", "pipe8"], ["pipe7_1_t05", "pipe8-2", "pipe9-1", "pipe"], 2),
+        (["a_part1", "a_part2"], ["a_part3", "b_part1"], 1),
+        (["a_1", "a_2", "001"], ["a_3", "002", "a_1b"], 0),
+    ):
+        sets = [
+            data_set(tmp_path / f"{names[0]}{side}", {name: hiss(side + k, 2) for k, name in enumerate(own)})
+            for side, own in ((10, names), (20, others))
+        ]
+        with recordings(sets[0]) as one, recordings(sets[1]) as other:
+            found = known(provenance_of([one]), other)
+        assert (found.n_named, found.stamp, bool(found.question)) == (n, "", n > 0), names
+
+
+def test_evaluation_on_the_recordings_of_the_clips_is_leaky(tmp_path):
+    whole = {f"r{k}": hiss(k, 20) * (1 + k % 2) for k in range(8)}
+    clips = {f"{name}_{at}": x[4096 * at :][: 4096 * 5] for name, x in whole.items() for at in (0, 9)}
+    learned = data_set(tmp_path / "clips", dict(sorted(clips.items(), key=lambda c: c[0][-1])))
+    done = lm.train(learned, out=tmp_path / "run", progress=False)
+    found, output = warned(done.detector, data_set(tmp_path / "whole", whole))
+    assert found.leaky
+    assert "8 of 8 test recordings share audio with training recordings" in output[0]
+    stranger = replace(done.detector, provenance=Provenance(is_complete=True))
+    shifted = {f"x{name}": x[4096 * 2 :][: 4096 * 5] for name, x in whole.items()}
+    given = {"training": data_set(tmp_path / "shifted", shifted), "allow_leaky_split": True}
+    (stamp,) = warned(stranger, learned, **given)[0].stamps
+    assert "of 16 test recordings share audio" in stamp
+    question = "test recordings have names that continue names of training recordings"
+    other = data_set(tmp_path / "other", {f"r{k}": hiss(k + 50, 20) for k in range(8)})
+    assert question in " ".join(warned(done.detector, other)[0].cautions)
 
 
 def test_files_of_the_earlier_system_have_no_provenance(tmp_path):

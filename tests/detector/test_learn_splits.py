@@ -203,7 +203,7 @@ def test_earlier_systems_files(tmp_path):
     assert sorted(map(len, split.parts.values())) == [3, 3]
 
 
-@pytest.mark.parametrize("what", ["rate", "level"])
+@each("what", ["rate", "level"])
 def test_property_tied_to_a_label_is_reported(tmp_path, what):
     files = {f"{label}/{label}{k}": 50 * i + k for i, label in enumerate(("LEAK", "NO")) for k in range(24)}
     loud = {
@@ -311,7 +311,7 @@ def test_small_sets_are_refused_only_without_a_valid_split(pairs, n_parts):
     assert whole(divide_groups(counts, np.full(n_parts, 1 / n_parts))) is possible
 
 
-@pytest.mark.parametrize("n_groups", [8, 40])
+@each("n_groups", [8, 40])
 def test_a_small_share_has_all_labels_too(n_groups):
     "One group is far more than was asked for, and still better than none."
     counts = np.random.default_rng(0).integers(1, 9, (n_groups, 2))

@@ -27,6 +27,7 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError, VerifyError
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
+from leakmel.recordings import naming
 from leakmel.recordings.demo import wav_bytes
 from leakmel.recordings.manifest import Manifest, scan
 from leakmel.recordings.naming import (
@@ -267,6 +268,32 @@ def test_patterns_that_cannot_be_used(tmp_path, pattern, words):
     for w in words:
         assert w.casefold() in str(caught.value).casefold()
     assert str(caught.value).startswith("the pattern '")
+    for how in (("table", pattern), ("table", pattern, "root"), ("pattern", pattern)):
+        if pattern:
+            with raises("invalid-pattern", UsageError):
+                Naming(*how)
+
+
+def test_each_name_is_matched_once(tmp_path, monkeypatch):
+    "By a listing, its preview and its table, and by a table with a pattern."
+    for k in range(30):
+        put(tmp_path, f"LEAK/S{k % 3}_{k}.wav")
+    matched: list[str] = []
+
+    def counted(pattern, path):
+        matched.append(path)
+        return match_pattern(pattern, path)
+
+    monkeypatch.setattr(naming, "match_pattern", counted)
+    found = scan(tmp_path, pattern="{label}/{sensor}_{recording}")
+    assert found.preview is not None
+    assert found.preview.n_fit == len(found.table) == 30
+    assert len(matched) == len({*matched}) == 30
+    table = tmp_path.parent / "list.csv"
+    table.write_text("path,label\n" + "".join(f"LEAK/S{k % 3}_{k}.wav,leak\n" for k in range(30)))
+    found = scan(tmp_path, table=table, pattern="{**}/{sensor}_{session}")
+    assert set(found.table["sensor"]) == {"S0", "S1", "S2"}
+    assert len(matched) == 60
 
 
 HOSTILE_NAMES = [

@@ -318,6 +318,9 @@ def score_model(
     )
 
 # %% ../../../nbs/detector/metrics/significance.ipynb #7bda957d
+HARDER = "harder recordings are needed to tell them apart"
+
+
 @dataclass(frozen=True)
 class Difference:
     "Paired difference of a figure between two models on the same recordings."
@@ -325,6 +328,7 @@ class Difference:
     figure: str
     value: float  # NaN where a figure is
     interval: Interval
+    is_level: bool = False  # both models reach 1.000, the most: these recordings cannot tell them apart
 
     @property
     def is_better(self) -> bool:
@@ -335,6 +339,14 @@ class Difference:
     def is_worse(self) -> bool:
         "Whether the whole interval is below 0."
         return self.interval.known and self.interval.high < 0
+
+    @property
+    def answer(self) -> str:
+        "Whether the model is better, in a few words."
+        if not self.interval.known:
+            return f"cannot be told ({self.interval.note})"
+        unclear = f"as good as it here, {HARDER}" if self.is_level else "not shown"
+        return "yes" if self.is_better else "no, it is worse" if self.is_worse else unclear
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -358,7 +370,8 @@ class Difference:
 def differences(boot: Bootstrap, one: ScoredModel, other: ScoredModel) -> dict[str, Difference]:
     "Compare two models figure by figure."
     intervals = boot.intervals({name: one.draws[name] - other.draws[name] for name in metrics.FIGURES})
-    return {n: Difference(n, one.figures[n] - other.figures[n], intervals[n]) for n in metrics.FIGURES}
+    pairs = {n: (one.figures[n], other.figures[n]) for n in metrics.FIGURES}
+    return {n: Difference(n, a - b, intervals[n], min(a, b) >= 0.9995) for n, (a, b) in pairs.items()}
 
 # %% ../../../nbs/detector/metrics/significance.ipynb #6174186e
 @dataclass(frozen=True)
@@ -406,7 +419,10 @@ def give_verdict(
     elif not reason:
         beats = not standing
         text = f"The detector beats all baselines in {figure_title(figure)}: {'; '.join(f'{title} by {d}' for title, d in found)}."
-        if standing:
+        if standing and all(d.is_better or d.is_level for _, d in found):
+            level = " and ".join(title for title, d in found if not d.is_better)
+            text = f"The detector is as good as {level} here: they reach {figure_title(figure)} 1.000, so {HARDER}."
+        elif standing:
             text = f"The detector is not useful yet: in {figure_title(figure)} it is not shown to be better than a simple baseline ({'; '.join(standing)})."
     return Verdict(beats, text, figure, found)
 

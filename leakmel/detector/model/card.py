@@ -6,20 +6,26 @@
 __all__ = []
 
 # %% ../../../nbs/detector/model/card.ipynb #ca000003
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from leakmel.core.comparison import text_key
 from leakmel.core.errors import UsageError, show_path
 from leakmel.core.parameters import check_types, field_kinds
-from leakmel.detector.data.segments import Segments
-from leakmel.detector.data.splits import LEAKY_SPLIT, recordings_table
+from leakmel.detector.data.segments import Segments, row_blocks
+from leakmel.detector.data.splits import LEAKY_SPLIT, names_by_sensor, recordings_table
 from leakmel.detector.metrics.metrics import Brier, HeldOutScores
-from leakmel.detector.metrics.significance import Groups, ScoredModel, Verdict, plain
+from leakmel.detector.metrics.significance import HARDER, Groups, ScoredModel, Verdict, plain, source_names
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # %% ../../../nbs/detector/model/card.ipynb #ca000004
 CROSS_VALIDATION, TEST_SET = "cross-validation", "test set"
@@ -60,12 +66,17 @@ class EvaluationRecord:
         auc = "AUC undefined" if self.auc is None else f"AUC {self.auc:.2f}"
         if self.auc_low is not None:
             auc += f" ({self.auc_low:.2f} to {self.auc_high:.2f})"
-        results = {True: "better than", False: "not shown to be better than", None: "not comparable with"}
-        result = f"{results[self.beats]} the baselines"
-        is_inside = self.kind == CROSS_VALIDATION
-        where = "In cross-validation inside its training set" if is_inside else "On a test set"
+        results = {
+            True: "better than the baselines",
+            False: f"as good as a baseline, {HARDER}"
+            if HARDER in self.verdict
+            else "not shown to be better than the baselines",
+            None: "not comparable with the baselines",
+        }
+        inside = "In cross-validation inside its training set"
+        where = inside if self.kind == CROSS_VALIDATION else "On a test set"
         leaky = "; LEAKY SPLIT, the figures are too good" if self.stamps else ""
-        return f"{where} ({self.recordings:,} recordings{groups}, {self.method}): {auc}, {result}{leaky}"
+        return f"{where} ({self.recordings:,} recordings{groups}, {self.method}): {auc}, {results[self.beats]}{leaky}"
 
 
 def evaluation_record(
@@ -160,7 +171,11 @@ def evaluation_result(evaluations: Sequence[EvaluationRecord]) -> str:
     found = best_evaluation(evaluations)
     if found is None:
         return "never evaluated"
-    texts = {True: "beats baselines", False: "not shown to beat baselines", None: "not comparable"}
+    texts = {
+        True: "beats baselines",
+        False: "as good as a baseline" if HARDER in found.verdict else "not shown to beat baselines",
+        None: "not comparable",
+    }
     return f"{texts[found.beats]} ({found.kind}{', leaky split' if found.stamps else ''})"
 
 # %% ../../../nbs/detector/model/card.ipynb #ca000008
@@ -232,6 +247,9 @@ def _short_digests(values: Iterable[str | bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(digests), "<i8")
 
 
+MARKS = ("recordings", "sensors", "segments", "file_names")  # fields of a provenance
+
+
 @dataclass(frozen=True, eq=False)
 class Provenance:
     "Digests of the recordings that a detector was trained on."
@@ -241,41 +259,102 @@ class Provenance:
     is_complete: bool = False  # whether that is all of them; False for models and files that do not say
     # [m] marks of the names of their sensors, rising
     sensors: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    # [k] marks of some of their long segments, rising
+    segments: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    # [j] marks of their names, and of the names that these continue, rising
+    file_names: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def contains(self, content_digests: Iterable[str | bytes]) -> np.ndarray:  # [n] bool
         "Find the recordings that the detector was trained on by digests of samples; empty: not known."
         return np.isin(_short_digests(content_digests), self.recordings)
 
     def has_sensors(self, names: Iterable[str]) -> np.ndarray:  # [n] bool
-        "Find the sensors that the detector was trained on by their names; empty: not known."
-        return np.isin(_short_digests(names), self.sensors)
+        "Find the sensors that the detector was trained on by their names, as a reader sees them; empty: not known."
+        names = list(names)
+        marks = _short_digests(
+            [*(text_key(n).casefold() for n in names), *names]
+        )  # earlier models: as they are
+        return np.any(np.isin(marks, self.sensors).reshape(2, -1), axis=0)
 
     def __or__(self, other: "Provenance") -> "Provenance":
         return Provenance(
-            np.union1d(self.recordings, other.recordings),
-            self.is_complete and other.is_complete,
-            np.union1d(self.sensors, other.sensors),
+            **{n: np.union1d(getattr(self, n), getattr(other, n)) for n in MARKS},
+            is_complete=self.is_complete and other.is_complete,
         )
 
     def __repr__(self) -> str:
         return f"Provenance({len(self.recordings):,} recordings{'' if self.is_complete else ', and perhaps others'})"
 
 # %% ../../../nbs/detector/model/card.ipynb #508a8552
-def _texts_of(ds: Segments, needed: str = "digest", column: str = "content") -> np.ndarray | None:
-    "Digests of the samples of the chosen recordings, empty for silent ones, or a column; None where they are not known."
-    if not all(needed in source.files for source in ds.sources):
+def _known_table(ds: Segments) -> "pd.DataFrame | None":
+    "Content (digest of the samples), sensor and path of the chosen recordings; None where the digests are not known."
+    if not all("digest" in source.files for source in ds.sources):
         return None
-    return recordings_table(ds.sources, progress="none")[column].to_numpy(object)[np.unique(ds.rows)]
+    known = recordings_table(ds.sources, progress="none").reindex(columns=["content", "sensor", "path"])
+    return known.iloc[np.unique(ds.rows)].fillna("")
+
+
+_ONE_IN = 8  # long segments of which one has a mark
+_MOST_RECORDINGS = 4  # which clips that overlap can share
+
+
+def _segment_marks(ds: Segments) -> np.ndarray:
+    """Return [k, 2] int64: marks of one long segment in eight of the chosen recordings, and their rows.
+
+    Which one has a mark depends on its content only. Silence, and what a recording repeats, have none.
+    """
+    from xxhash import xxh3_64_intdigest
+
+    found = [np.empty((0, 2), np.int64)]
+    first = 0
+    for source in ds.sources:
+        for rows in row_blocks(source, "comparing", "none"):
+            flat = rows.reshape(len(rows) * rows.shape[1], -1)  # [B * L, S * M * T]
+            marks = np.fromiter((xxh3_64_intdigest(v.data) for v in flat), np.uint64, len(flat)).view(
+                np.int64
+            )
+            chosen = np.flatnonzero(marks % _ONE_IN == 0)
+            chosen = chosen[(flat[chosen] != flat[chosen, :1]).any(1)]
+            found.append(np.stack([marks[chosen], first + chosen // rows.shape[1]], 1))
+            first += len(rows)
+    pairs, counts = np.unique(np.concatenate(found), axis=0, return_counts=True)
+    return pairs[(counts == 1) & np.isin(pairs[:, 1], ds.rows)]
+
+
+_NUMBERED = re.compile(r"[_~ .-]+(?:t|part|piece|clip|seg|segment|chunk)?[_-]?\(?\d+\)?s?$")
+
+
+def _name_marks(
+    table: "pd.DataFrame",  # a row for each recording, with its path
+    is_test: bool,  # marks that are looked for; False: those that are stored
+) -> tuple[np.ndarray, np.ndarray]:
+    "Return [k] int64 marks that two names share if one continues the other, or if both are of pieces, and [k] their places."
+    stems = [text_key(os.path.splitext(os.path.basename(p))[0]).casefold() for p in table["path"]]
+    found = [(k, f"{source}//") for k, source in enumerate(source_names(stems)) if source]
+    for k, name in enumerate(stems):
+        found.append((k, name + "/" * is_test))
+        while match := _NUMBERED.search(name):
+            name = name[: match.start()]
+            found.append((k, name + "/" * (not is_test)))
+    places = np.array([k for k, _ in found], np.int64)
+    return _short_digests(names_by_sensor(table.iloc[places], [text for _, text in found])), places
 
 
 def provenance_of(parts: Iterable[Segments]) -> Provenance:
     "Return the provenance of training and validation data, at any level."
     parts = list(parts)
-    found = [_texts_of(ds) for ds in parts]
-    given = (found, [_texts_of(ds, "sensor", "sensor") for ds in parts])
-    marks = [_short_digests(text for own in texts if own is not None for text in own) for texts in given]
-    recordings, sensors = (np.setdiff1d(own, [0]) for own in marks)
-    return Provenance(recordings, all(own is not None for own in found), sensors)
+    known = [(ds, table) for ds in parts if (table := _known_table(ds)) is not None]
+    marks = {
+        "recordings": [_short_digests(table["content"]) for _, table in known],
+        "sensors": [_short_digests(text_key(s).casefold() for s in table["sensor"]) for _, table in known],
+        "segments": [_segment_marks(ds)[:, 0] for ds, _ in known],
+        "file_names": [_name_marks(table, is_test=False)[0] for _, table in known],
+    }
+    found = {n: np.unique(np.concatenate([[0], *own]), return_counts=True) for n, own in marks.items()}
+    common, counts = found["segments"]
+    own = {n: np.setdiff1d(values, [0]) for n, (values, _) in found.items()}
+    own["segments"] = np.setdiff1d(own["segments"], common[counts > _MOST_RECORDINGS])
+    return Provenance(**own, is_complete=len(known) == len(parts))
 
 # %% ../../../nbs/detector/model/card.ipynb #678177e5
 @dataclass(frozen=True)
@@ -285,22 +364,44 @@ class Overlap:
     n: int  # recordings
     n_in_training: int  # of them it was trained with
     n_new: int  # of them it was not; silent ones are neither
+    n_sharing: int = 0  # of these share audio with training recordings, as far as `Provenance.segments` shows
+    # of the others have a name that continues that of a training recording, or is continued by one
+    n_named: int = 0
 
     @property
     def text(self) -> str:
-        "Description of the overlap."
-        return f"{self.n_in_training:,} of {self.n:,} test recordings are among those that the detector was trained on, or that chose its epoch and threshold"
+        "Description of the overlap; empty if there is none."
+        texts = {
+            "are among those that the detector was trained on, or that chose its epoch and threshold": self.n_in_training,
+            "share audio with training recordings: one was cut from the other, or both from a third one": self.n_sharing,
+        }
+        return "; ".join(f"{n:,} of {self.n:,} test recordings {text}" for text, n in texts.items() if n)
 
     @property
     def stamp(self) -> str:
         "Warning shown with every result; empty if there is no overlap."
-        return f"{LEAKY_SPLIT} {self.text}" if self.n_in_training else ""
+        return f"{LEAKY_SPLIT} {self.text}" if self.text else ""
+
+    @property
+    def question(self) -> str:
+        "What a person has to answer; empty if no name suggests that audio is shared."
+        return (
+            f"{self.n_named:,} of {self.n:,} test recordings have names that continue names of training recordings, "
+            "or that these continue: were they cut from the same recordings? Then the scores are too optimistic."
+        ) * bool(self.n_named)
 
 # %% ../../../nbs/detector/model/card.ipynb #5cd511c6
 def find_overlap(provenance: Provenance, testing: Segments) -> Overlap | None:
     "Count the recordings that a detector was trained on; None: the data sets do not say what is in them."
-    content_digests = _texts_of(testing)
-    if content_digests is None:
+    table = _known_table(testing)
+    if table is None:
         return None
-    n_in_training = int(provenance.contains(content_digests).sum())
-    return Overlap(len(content_digests), n_in_training, int((content_digests != "").sum()) - n_in_training)
+    known = provenance.contains(table["content"])
+    marks, rows = _segment_marks(testing).T
+    is_shared = np.isin(np.unique(testing.rows), rows[np.isin(marks, provenance.segments)]) & ~known
+    marks, places = _name_marks(table, is_test=True)
+    is_named = np.isin(np.arange(len(table)), places[np.isin(marks, provenance.file_names)])
+    n_new = int((~known & (table["content"] != "")).sum())
+    return Overlap(
+        len(table), int(known.sum()), n_new, int(is_shared.sum()), int((is_named & ~known & ~is_shared).sum())
+    )

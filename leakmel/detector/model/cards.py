@@ -84,7 +84,9 @@ Where leaks are rarer, the probabilities are too high.
 {% endfor %}
 {% if not d.reliability[-1].is_useful and d.reliability[-1].by != "recording" %}
 
-On a new {{ d.reliability[-1].by }} the probability says less than the share of leaks: `predict` prints none for recordings of new or unnamed sensors.
+{% set by = "sensor" if d.reliability[-1].by == "site" else d.reliability[-1].by %}
+On a new {{ d.reliability[-1].by }} the probability says less than the share of leaks:
+there is none for recordings of new or unnamed {{ by }}s, and none in an ONNX file.
 {% endif %}
 {% endif %}
 {% else %}

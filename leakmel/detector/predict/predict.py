@@ -415,6 +415,14 @@ class Predictions:
         return self.scored.segment_scores.each(lambda x: vote_scores(x, rule.vote, rule.frac))
 
     @cached_property
+    def probability(self) -> np.ndarray:
+        "[n] float64, probability of a leak; NaN: the scores are not calibrated, or `Detector.has_probability` withholds it."
+        if self.calibration is None:
+            return np.full(len(self), np.nan)
+        values = self.calibration.probability(self.score)
+        return values if self.withheld is None else np.where(self.withheld, np.nan, values)
+
+    @cached_property
     def _flags(self) -> dict[str, np.ndarray]:
         "[n] bool each."
         s = self.scored
@@ -430,9 +438,6 @@ class Predictions:
         "Return the columns of the table for some recordings: name -> array or list, as COLUMNS."
         s, spec, facts, score = self.scored, self.spec, self.scored.facts[part], self.score[part]
         n, lengths = len(score), s.segment_scores.n_segments[part]
-        probability = np.full(n, np.nan) if self.calibration is None else self.calibration.probability(score)
-        if self.withheld is not None:
-            probability = np.where(self.withheld[part], np.nan, probability)
         in_training = s.in_training[part]
         paths = path_columns(s.paths[part])
         flags = {name: values[part] for name, values in self._flags.items()}
@@ -441,7 +446,7 @@ class Predictions:
             "label": each_once(s.label[part], show_path),
             "leak": flags["leak"],
             "score": score,
-            "probability": probability,
+            "probability": self.probability[part],
             "vote": [self.rule.vote] * n,
             "threshold": np.full(n, float(self.rule.threshold)),
             "leak_share": self._leak_share[part],
@@ -593,7 +598,8 @@ class Predictions:
 
         brier = f"; Brier score {', '.join(map(str, self.reliability))}"
         if n_without := s["without_probability"]:
-            brier += f": no probability for {n_without:,} recordings of new or unnamed sensors"
+            by = self.reliability[-1].by
+            brier += f": no probability for {n_without:,} recordings of new or unnamed {by if by != 'site' else 'sensor'}s"
         notes = {  # line -> whether it applies
             f"Detector: {s['evaluation']}{brier if self.calibration and self.reliability else ''}": True,
             "the model does not store its training recordings: some of these recordings may be among them": (
@@ -806,10 +812,9 @@ def predict(
         evaluations=detector.evaluations,
         reliability=detector.reliability,
     )
-    new = (brier for brier in detector.reliability[-1:] if brier.by != "recording")
-    if done.calibration and not all(brier.is_useful for brier in new):
-        known = detector.provenance.has_sensors(scored.sensor.tolist()) | (scored.in_training == 1)
-        done = replace(done, withheld=~known)
+    if done.calibration is not None:
+        in_training = scored.in_training == 1
+        done = replace(done, withheld=~detector.has_probability(scored.sensor.tolist(), in_training))
     if target is not None:
         done.write(target, all_columns=all_columns)
         done = replace(done, seconds=time.perf_counter() - began)

@@ -247,7 +247,7 @@ class Suggestions:
             f"  not suggested: {left}": left,
             f"  fewer than {self.n}: others left out, or above {self.per_sensor} a sensor": len(self)
             < self.n,
-            "  the model has no held-out scores: the scores are not calibrated": not self.is_calibrated,
+            "  ordered by score: no held-out scores calibrate it, or on new groups its probability says less than the share of leaks": not self.is_calibrated,
             "  the model does not list its training recordings: some of these may be among them": not self.provenance_known,
         }
         lines = [f"{len(self)} of {self.n_scored:,} recordings to label: {kinds}"]
@@ -361,10 +361,9 @@ def suggest(
     reasons = _reasons(done.scored, labelled, {row["digest"] for row in read} - {""})
     is_open, is_labelled = reasons == "", np.isin(reasons, _LABELLED)
     place, threshold, name = done.score, done.rule.threshold, "score"
-    probability = np.full(len(done), np.nan)
-    if done.calibration is not None:
+    if done.calibration is not None and not np.any(done.withheld):
         name = "probability"
-        probability = place = done.calibration.probability(done.score)
+        place = done.probability
         threshold = float(done.calibration.probability(threshold))
     drawn = np.random.default_rng(seed).permutation(np.flatnonzero(is_open | is_labelled))[:MAX_FEATURES]
     features = band_statistics(done.folder, done.scored.paths, done.spec, drawn, progress=progress)
@@ -381,7 +380,7 @@ def suggest(
     )
     rows = [
         _row(done.scored[i], kind, n_alike, f"{name} {place[i]:.2f}, threshold {threshold:.2f}")
-        | {"probability": float(probability[i]), "score": float(done.score[i])}
+        | {"probability": float(done.probability[i]), "score": float(done.score[i])}
         for i, kind, n_alike in chosen
     ]
     suggestions = Suggestions(
@@ -395,7 +394,7 @@ def suggest(
         left_out={name: int((reasons == name).sum()) for name in (*_LABELLED, "silent", "copies")}
         | {"rejected": len(done.rejections)},
         threshold=threshold,
-        is_calibrated=done.calibration is not None,
+        is_calibrated=name == "probability",
         provenance_known=detector.provenance.is_complete,
         out=target,
     )
