@@ -136,8 +136,7 @@ def field_kinds(cls: type) -> Kinds:
         is_union = get_origin(hints[f.name]) in (Union, UnionType)
         plain: list[type | None] = []
         for hint in get_args(hints[f.name]) if is_union else (hints[f.name],):
-            is_literal = get_origin(hint) is Literal
-            plain += map(type, get_args(hint)) if is_literal else [hint]
+            plain += map(type, get_args(hint)) if get_origin(hint) is Literal else [hint]
         kinds[f.name] = tuple(dict.fromkeys(None if kind is type(None) else kind for kind in plain))
     return kinds
 

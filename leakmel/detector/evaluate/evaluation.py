@@ -38,7 +38,14 @@ from leakmel.detector.data.splits import (
 from leakmel.detector.evaluate import plots
 from leakmel.detector.metrics import metrics
 from leakmel.detector.metrics import significance as stats
-from leakmel.detector.model.card import CROSS_VALIDATION, TEST_SET, Overlap, evaluation_record, find_overlap
+from leakmel.detector.model.card import (
+    CROSS_VALIDATION,
+    TEST_SET,
+    Overlap,
+    evaluation_record,
+    find_overlap,
+    provenance_of,
+)
 from leakmel.detector.model.cards import update_card
 from leakmel.detector.model.detector import Detector, load_detector, score_rows
 from leakmel.detector.model.files import CHAMPION_FILE, model_file, pick_device, require_result
@@ -241,7 +248,8 @@ class Evaluation:
         return written
 
     def __repr__(self) -> str:
-        result = {True: "beats", False: "does not beat", None: "is not comparable with"}[self.beats]
+        unclear = "is as good as" if stats.HARDER in self.verdict.text else "does not beat"
+        result = {True: "beats", False: unclear, None: "is not comparable with"}[self.beats]
         leaky = "; LEAKY SPLIT" if self.leaky else ""
         return f"Evaluation({len(self.table):,} recordings: AUC {self.detector.figures['auc']:.3f}; {result} the baselines{leaky})"
 
@@ -316,10 +324,7 @@ def evaluation_answer(
     n_leaks, n_quiet = counts.true_leak + counts.missed_leak, counts.false_alarm + counts.true_normal
     alarms = f"{counts.false_alarm:,} false alarm{'s' * (counts.false_alarm != 1)}"
     found = f"of {n_leaks:,} leaks found {counts.true_leak:,}; of {n_quiet:,} without a leak {alarms}"
-    answers: dict[str, str] = {}
-    for title, d in e.verdict.against:
-        better = "yes" if d.is_better else "no, it is worse" if d.is_worse else "not shown"
-        answers[title] = better if d.interval.known else f"cannot be told ({d.interval.note})"
+    answers = {title: d.answer for title, d in e.verdict.against}
     level = answers.get(BASELINE_TITLES["level"], "not known, no baseline was compared")
     others = [title for title, answer in answers.items() if answer != "yes"]
     truth = e.table["leak"].to_numpy(bool)
@@ -420,6 +425,8 @@ def _other_findings(
         yield from (f"{show_path(p.path)}: {p.message}." for p in split.problems)
         for kind in split.unchecked:
             yield f"The {kind} was not checked for leakage, because it is unknown for some recordings."
+    if known is not None and known.question:
+        yield known.question
     training = parts.get("training")
     is_known = known is not None and detector.provenance.is_complete
     if training is None and not is_known:
@@ -582,7 +589,9 @@ def evaluate(
                 path=ds.sources[0].path,
                 found=too_short(ds) or None,
             )
-        known = find_overlap(detector.provenance, ds)
+        others = provenance_of(own for name, own in parts.items() if name != part)
+        others = replace(others, recordings=detector.provenance.recordings)  # the split compared theirs
+        known = find_overlap(detector.provenance | others, ds)
         if known and known.stamp and not allow_leaky_split:
             warnings.warn(known.stamp, LeakySplitWarning, stacklevel=2)
         groups = stats.recording_groups(recordings_of(ds), group)

@@ -18,7 +18,7 @@ from leakmel.core.errors import show_path
 from leakmel.dataset.reader import read_rows
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.metrics.metrics import Reliability, roc
-from leakmel.detector.metrics.significance import Groups, Interval, ScoredModel, Verdict
+from leakmel.detector.metrics.significance import HARDER, Groups, Interval, ScoredModel, Verdict
 from leakmel.mel.spec import MelSpec
 from leakmel.pages import plots as style
 
@@ -110,7 +110,7 @@ def roc_figure(
         standing = " and ".join(style.plain_text(title) for title, d in verdict.against if not d.is_better)
         result = {
             True: "better than all baselines",
-            False: f"not shown to be better than {standing}",
+            False: f"{'as good as' if HARDER in verdict.text else 'not shown to be better than'} {standing}",
             None: "comparison with the baselines not possible",
         }[verdict.beats]
     place = {"x": 0.98, "xanchor": "right", "y": 0.05, "yanchor": "bottom", "yref": "paper"}

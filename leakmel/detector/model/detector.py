@@ -186,7 +186,8 @@ class Detector:
     evaluations: tuple[card.EvaluationRecord, ...] = ()  # of this classifier
     # Brier scores, on recordings of known groups before those of new ones; empty: not known
     reliability: tuple[Brier, ...] = ()
-    path: str = "a detector in memory"  # the file it was read from, as it is displayed
+    # the file that it was read from or saved to, as it is displayed; a changed copy has none
+    path: str = field(default="a detector in memory", init=False)
 
     def __post_init__(self):
         is_share = isinstance(self.share, Real) and not isinstance(self.share, bool) and 0 < self.share <= 1
@@ -277,6 +278,22 @@ class Detector:
         """
         return vote_scores(segment_scores, vote or self.vote, self.share)
 
+    def has_probability(
+        self,
+        sensors: Sequence[str],  # [n] names; empty: not known
+        in_training: np.ndarray,  # [n] bool, recordings that were trained on
+    ) -> np.ndarray:
+        """Find the recordings that get a probability of a leak, [n] bool; the others have a score only.
+
+        That is all of them, unless the probability of recordings of new groups is no better than the share of leaks. Groups are
+        those of the hardest grouping of `reliability`, its last. By sensor or site, a recording of a known sensor is of a known
+        group. By anything else (session, date ...), a new recording is of a new group, whatever its sensor.
+        """
+        hardest = self.reliability[-1:]
+        if all(brier.is_useful or brier.by == "recording" for brier in hardest):
+            return np.ones(len(sensors), bool)
+        return in_training | (hardest[0].by in ("sensor", "site")) & self.provenance.has_sensors(sensors)
+
     def with_held_out(
         self,
         segment_scores: np.ndarray,  # [n, L], of recordings that were not trained on
@@ -308,9 +325,8 @@ class Detector:
             "detector": json.dumps(head, allow_nan=False),
             "weights": weights,
             "seen": {
-                "recordings": torch.from_numpy(self.provenance.recordings),
+                **{n: torch.from_numpy(getattr(self.provenance, n)) for n in card.MARKS},
                 "is_all": self.provenance.is_complete,
-                "sensors": torch.from_numpy(self.provenance.sensors),
             },
         }
         if self.held_out is not None:
@@ -319,7 +335,9 @@ class Detector:
             }
         target = Path(path)
         look = partial(require_kind, target, "detector", lambda f: bool(_DETECTOR_HEADER.match(f.read(512))))
-        return write_whole(target, plain_bytes(values), sync=sync, look=look)
+        written = write_whole(target, plain_bytes(values), sync=sync, look=look)
+        self.path = show_path(os.path.abspath(path))
+        return written
 
     def __repr__(self) -> str:
         features = "features of the earlier system"
@@ -378,21 +396,25 @@ def load_detector(
     try:
         with memory_guard("the model does not fit into the free memory", "free some memory"):
             head, seen = json.loads(values["detector"]), values["seen"]
-            return Detector(
+            detector = Detector(
                 classifier=from_plain(head["classifier"], values["weights"]).to(device),
                 task=_settings_from_plain(Task, head["task"]),
                 spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
                 provenance=card.Provenance(
-                    np.setdiff1d(seen["recordings"].numpy(), [0]),
-                    seen["is_all"] is True,
-                    np.setdiff1d(seen.get("sensors", torch.empty(0, dtype=torch.int64)).numpy(), [0]),
+                    **{
+                        n: np.setdiff1d(seen[n].numpy(), [0])
+                        for n in card.MARKS
+                        if n in {*seen, "recordings"}
+                    },
+                    is_complete=seen["is_all"] is True,
                 ),
                 held_out=card.held_out_from_plain(values.get("held_out")),
                 evaluations=tuple(map(card.record_from_plain, head["evaluations"])),
                 reliability=tuple(map(card.brier_from_plain, head.get("reliability", [])[:3])),
-                path=show_path(os.path.abspath(path)),
                 **{name: head[name] for name in _PLAIN_FIELDS},
             )
+            detector.path = show_path(os.path.abspath(path))
+            return detector
     except (DataError, MachineError):
         raise
     except (
