@@ -7,12 +7,14 @@ __all__ = []
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #3e3aa296
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import compress, groupby
 from operator import itemgetter
@@ -38,7 +40,8 @@ from leakmel.recordings.tables import csv_table, read_text
 from leakmel.recordings.wav import read_wav
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #944c5103
-MIN_NIGHTS = 5  # of a sensor before the first night that is compared with them
+MIN_NIGHTS = 5  # first nights of a sensor, which are compared with other places
+_RISES = 0.5  # share of the budget for rises; the rest is for sensors that are high from the start
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,17 @@ class Budget:
     @property
     def limit(self) -> float:
         "Evidence from which a sensor is listed."
-        return 100 / self.per_100_nights
+        return 100 / (_RISES * self.per_100_nights)
+
+    @property
+    def nights_at_start(self) -> float:
+        "Sensor-nights of the network for each sensor that is listed because it is high from the start."
+        return 100 / ((1 - _RISES) * self.per_100_nights)
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #820575ca
-BETS = (0.1, 0.3, 0.6)  # exponents of the betting functions
+EFFECTS = np.array([1.0, 4.0, 25.0])[:, None, None]  # expected squares of a rise in standard deviations
 _MIN_SCORE = 1e-3  # the logit of 0 is infinite
+_MIN_SD = 0.05  # identical scores have no deviation
 
 
 def night_logit(
@@ -73,15 +82,39 @@ def night_logit(
     return np.log(p / (1 - p))
 
 
-def e_values(
-    p: np.ndarray,  # [S] p-values
+def rise_factors(
+    nights: np.ndarray,  # [S, N] logits, oldest first; NaN before the first night
+    n_before: np.ndarray,  # [S, B] nights before each start of a rise
+    mean_before: np.ndarray,  # [S, B] their means
 ) -> np.ndarray:
-    "Return [K, S] b p^(b - 1) of p-values [S], at least 0.005, for each exponent b (Shafer et al. 2011, Statistical Science 26, 84-101)."
-    return np.stack([b * np.maximum(p, 0.005) ** (b - 1) for b in BETS])
+    """Return [K, S, B] Bayes factors of a rise against none, for each of EFFECTS, of the nights [S, N] of sensors and B starts; 1 without nights on both sides.
+
+    A one-sided two-sample t-test; the size of the rise in standard deviations is half-normal (Goenen et al. 2005, "The Bayesian two-sample
+    t test", The American Statistician 59, 252-257).
+    """
+    from scipy.special import stdtr
+
+    known = np.isfinite(nights)
+    n = np.maximum(known.sum(1), 1)[:, None]
+    mean = np.where(known, nights, 0).sum(1)[:, None] / n
+    squares = np.square(np.where(known, nights - mean, 0)).sum(1)[:, None] + (n - 1) * _MIN_SD**2
+    n_after = n - n_before
+    rise = (mean - mean_before) * n / np.maximum(n_after, 1)
+    weight = n_before * n_after / n * EFFECTS
+    fit = n_before * n_after / n * rise**2 / np.maximum(squares, _MIN_SD**2) * weight / (1 + weight)
+    fit = np.minimum(fit, 1 - 1e-12)
+    t = np.sign(rise) * np.sqrt((n - 1) * fit / (1 - fit))
+    odds = 2 * (1 + weight) ** -0.5 * (1 - fit) ** ((1 - n) / 2) * stdtr(np.maximum(n - 1, 1), t)
+    return np.where((n_before > 0) & (n_after > 0), odds, 1.0)
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #c43761df
+WINDOW = 40  # last usable nights of a sensor that are compared
+_STARTS = 20  # last nights on which a rise may have begun
+_MOST, _LEAST = 10.0, 0.1  # of the e-value of a night
+
+
 class Evidence:
-    """Evidence of S sensors: R_t = (1 + R_(t-1)) e_t, mean over the betting functions.
+    """Evidence of S sensors: R_t = (1 + R_(t-1)) e_t, mean over EFFECTS.
 
     The mean of R_t over normal nights is at most t for any e-values, hence the mean number of normal nights until R reaches A is at least A
     (Shin, Ramdas and Rinaldo 2023, "E-detectors", New England Journal of Statistics in Data Science 2, 229-260). A visit restarts the
@@ -91,7 +124,8 @@ class Evidence:
     def __init__(self, n_sensors: int):
         # [S]: nights so far, mean of their logits, sum of squared deviations
         self.n, self.mean, self.m2 = np.zeros((3, n_sensors))
-        self.r = np.zeros((len(BETS), n_sensors))  # [K, S]
+        self.nights = np.full((n_sensors, WINDOW), np.nan)  # the last ones, oldest first
+        self.r = np.zeros((len(EFFECTS), n_sensors))  # [K, S]
 
     @property
     def value(self) -> np.ndarray:
@@ -101,24 +135,74 @@ class Evidence:
     def add(
         self,
         x: np.ndarray,  # [S] logit of the night; NaN: no usable recording, nothing changes
-    ) -> np.ndarray:
-        "Add a night [S] of logits, NaN without a usable recording; returns its p-values [S], NaN where it was not compared."
-        from scipy.special import stdtr
-
+    ) -> None:
+        "Add a night [S] of logits, NaN without a usable recording."
         here = np.isfinite(x)
-        compared = here & (self.n >= MIN_NIGHTS)
-        p = np.full(len(x), np.nan)
-        n = self.n[compared]
-        # identical scores have no deviation
-        sd = np.maximum(np.sqrt(self.m2[compared] / np.maximum(n - 1, 1)), 0.05)
-        t = (x[compared] - self.mean[compared]) / (sd * np.sqrt(1 + 1 / np.maximum(n, 1)))
-        p[compared] = stdtr(n - 1, -t)
-        self.r[:, compared] = np.minimum((1 + self.r[:, compared]) * e_values(p[compared]), 1e12)
+        nights = np.column_stack([self.nights[here], x[here]])
+        known = np.isfinite(nights)
+        before = known.cumsum(1)[:, -_STARTS - 1 : -1]
+        total = np.where(known, nights, 0).cumsum(1)[:, -_STARTS - 1 : -1]
+        odds = [
+            np.where(before > 0, rise_factors(some, before, total / np.maximum(before, 1)), 0).sum(2)
+            for some in (nights[:, :-1], nights)
+        ]
+        e = _LEAST + (1 - _LEAST) * odds[1] / np.maximum(odds[0], 1e-300)
+        r = np.minimum((1 + self.r[:, here]) * np.minimum(e, _MOST), 1e12)
+        self.r[:, here] = np.where(before[:, -1] > 0, r, 0)
+        self.nights[here] = nights[:, 1:]
         self.n = self.n + here
         delta = np.where(here, x, self.mean) - self.mean
         self.mean = self.mean + delta / np.maximum(self.n, 1)
         self.m2 = self.m2 + delta * (np.where(here, x, self.mean) - self.mean)
-        return p
+
+
+def start_of_rise(
+    nights: np.ndarray,  # [N] logits, at least two
+) -> int:
+    "Return the index of the first night of the most probable rise."
+    before = np.arange(1, len(nights))[None]
+    means = nights.cumsum()[None, :-1] / before
+    return 1 + int(rise_factors(nights[None], before, means).mean(0).argmax())
+
+
+@lru_cache(8)
+def nights_to_list(budget: Budget) -> np.ndarray:
+    """Return the nights that a clear leak needs until it is listed, by the nights before it, from 1 to WINDOW.
+
+    Its logit rises by six standard deviations. A later leak needs no more nights than one after WINDOW nights; the shortest history in which a
+    leak can be listed is the least sum of both.
+    """
+    quiet = np.arange(1, WINDOW + 1)
+    evidence, needed = Evidence(WINDOW), np.full(WINDOW, 0)
+    for k in range(3 * WINDOW):
+        evidence.add(np.where(k % 2, 0.5, -0.5) + 3 * (k >= quiet))
+        needed = np.where((needed == 0) & (evidence.value >= budget.limit), k + 1 - quiet, needed)
+    return needed
+
+
+def first_listing(budget: Budget) -> int:
+    "Return the first night of a sensor on which evidence can list a leak."
+    return int((np.arange(1, WINDOW + 1) + nights_to_list(budget)).min())
+
+
+def first_nights(
+    budget: Budget,
+    nights: int,  # of the sensor that has most
+    n_sensors: int,
+    n_places: int,  # without a leak, that the model was evaluated on
+) -> str:
+    "Say from which night on a leak can be listed; empty from that night on."
+    first = first_listing(budget)
+    if nights >= first:
+        return ""
+    # a p-value of 0.05 needs so many places
+    start = MIN_NIGHTS if n_places >= 19 else max(MIN_NIGHTS, math.ceil(budget.nights_at_start / n_sensors))
+    later = nights_to_list(budget)
+    return (
+        f"First nights ({nights} of {first}): a leak can be listed from night {first} of a sensor on, one that is older than the recordings from "
+        f"night {start} on ({how_many(n_sensors, 'sensor')}, budget {budget.per_100_nights:g}); a clear one that begins after 5, 10 or 20 quiet nights takes "
+        f"{later[4]}, {later[9]} or {later[19]} nights. Until then look at the high scores: they are too few nights to be sure."
+    )
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #42d6e0ad
 def read_features(
@@ -215,6 +299,7 @@ def read_visits(file: Path) -> dict[str, str]:
     return visits
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #19e2d06a
+_EVIDENCE = 2  # version of the evidence: a history with another one is computed again from its recordings
 _Night = tuple[int, int, float | None, float, float, str]  # the columns from recordings to flags
 
 
@@ -253,7 +338,7 @@ def record_run(
     history.write("INSERT OR REPLACE INTO visits VALUES (?, ?)", changed.items())
     visited |= changed
     since |= dict.fromkeys(changed, "")
-    limit = repr(budget.per_100_nights)
+    limit = f"{budget.per_100_nights!r}; evidence {_EVIDENCE}"
     if history.meta("budget") != limit:  # the first night above the limit is another one
         history.set_meta("budget", limit)
         since |= dict.fromkeys(all_sensors(history), "")
@@ -268,6 +353,11 @@ def record_run(
         )
         if before and before[0][0] > visited.get(sensor, ""):
             _, first_above[k], evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k] = before[0]
+            compared = history.query(
+                "SELECT score FROM nights WHERE sensor = ? AND night < ? AND night > ? AND score IS NOT NULL ORDER BY night DESC LIMIT ?",
+                (sensor, since[sensor], visited.get(sensor, ""), WINDOW),
+            )
+            evidence.nights[k, WINDOW - len(compared) :] = night_logit(np.array(compared[::-1]).ravel())
         rows = history.query(
             "SELECT night, score, rms_db, floor_db, flags FROM recordings WHERE sensor = ? AND night >= ? ORDER BY night, digest",
             (sensor, since[sensor]),
@@ -327,7 +417,7 @@ class SensorRow:
     first_above: str  # first night above the limit; empty: never since the last visit
     reason: str  # a sentence
     health: str
-    trend: float  # of the last three nights against the nights before, in logits
+    trend: float  # size of a rise for which there is evidence, in logits, else 0
     last_night: str
     nights: int  # since the first recording or the last visit, usable ones
     score: float | None  # median of the last usable night
@@ -341,31 +431,87 @@ SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
 _NONE = ("", "", None)  # path, digest and level of no recording
 
 
+RISING, TOO_FEW, NO_RISE = (
+    "rising, not enough evidence yet",
+    "too few nights to be sure",
+    "no evidence that they rose",
+)
+
+
+def standing(
+    nights: float,  # since the first recording or the last visit
+    evidence: float,
+    budget: Budget,
+) -> str:  # RISING, TOO_FEW or NO_RISE
+    "Say what the nights of a sensor that is not listed show."
+    if evidence >= budget.limit / 10:
+        return RISING
+    return TOO_FEW if nights < first_listing(budget) else NO_RISE
+
+
+def _rise_of(own: Sequence[tuple]) -> tuple[str, float, float]:
+    "Return the first night of the most probable rise in the nights since the last visit, and the median scores before and from there on."
+    used = [(row[0], row[5]) for row in own if row[5] is not None][-max(1, int(own[-1][4])) :]
+    scores = np.array([score for _, score in used])
+    k = start_of_rise(night_logit(scores)) if len(used) > 1 else 0
+    return used[k][0], float(np.median(scores[:k] if k else scores)), float(np.median(scores[k:]))
+
+
 def _reason(visit: str, own: Sequence[tuple], budget: Budget, p: float) -> str:
     "Say in a sentence why a sensor is on the list or not."
-    n, score, mean, first, evidence = own[-1][4:]
+    n, score, first, evidence = own[-1][4:]
+    size = f"evidence {evidence:,.0f} with a limit of {budget.limit:,.0f}"
     if visit == "evidence":
         back = " It has fallen below the limit since." if evidence < budget.limit else ""
-        size = f"{evidence:,.0f} with a limit of {budget.limit:,.0f}"
-        return f"Scores rose against the sensor's own {how_many(round(n), 'night')}: evidence {size}; on the list since {first}.{back}"
+        night, before, after = _rise_of(own)
+        return f"Scores rose on {night}, from {before:.2f} to {after:.2f}: {size}; on the list since {first}.{back}"
     if visit == "high from the start":
-        return f"The first nights already had higher scores than {100 * (1 - p):.0f} % of the places without a leak that the model was evaluated on."
+        others = f"than {100 * (1 - p):.0f} % of the places without a leak that the model was evaluated on"
+        return f"The first nights already had higher scores {others if p <= 0.05 else 'than all other sensors, by far'}."
     text = "Chosen at random: shows what the list misses. " if visit == "audit" else ""
-    if n <= MIN_NIGHTS:
-        return f"{text}Too few nights to compare: {n:.0f} of {MIN_NIGHTS + 1}."
+    found = standing(n, evidence, budget)
+    if found == RISING:
+        night, before, after = _rise_of(own)
+        return f"{text}Scores may have risen on {night}, from {before:.2f} to {after:.2f}: {size}."
+    if found == TOO_FEW:
+        return f"{text}Too few nights to be sure: {n:.0f} of {first_listing(budget)}."
     last = "no usable recording" if score is None else f"median score {score:.2f}"
-    return f"{text}No evidence: last night {last}, usually {1 / (1 + np.exp(-mean)):.2f}."
+    usual = median(row[5] for row in own if row[5] is not None) if score is not None else 0.0
+    return f"{text}No evidence that scores rose: last night {last}{'' if score is None else f', usually {usual:.2f}'}."
 
 
-def _start_p_values(history: History, sensors: Iterable[str], normal: np.ndarray) -> dict[str, float]:
-    "Compare the first nights of each sensor that was not visited with groups without a leak (conformal p-value of a new group)."
-    sql = (
-        "SELECT score FROM nights WHERE sensor = ? AND score IS NOT NULL AND sensor NOT IN (SELECT sensor FROM visits) "
-        "ORDER BY night LIMIT ?"
-    )
-    first = {s: [x for (x,) in history.query(sql, (s, MIN_NIGHTS))] for s in sensors}
+def highest_from_start(
+    levels: Mapping[str, float],  # sensor -> level of its first nights
+    n: Mapping[str, float],  # sensor -> its nights
+    budget: Budget,
+) -> list[str]:
+    "Return the sensors that were far above all others in their first nights: no more than the budget allows by now, and at most one in 20."
+    ordered = sorted(levels, key=lambda s: (-levels[s], s))
+    for k in range(min(max(1, len(ordered) // 20), len(ordered) - 2), 0, -1):
+        gap, rest = (levels[ordered[a]] - levels[ordered[b]] for a, b in ((k - 1, k), (k, -1)))
+        allowed = min(n[s] for s in ordered[:k]) * len(ordered) / budget.nights_at_start
+        if k <= allowed and gap > rest / 2:
+            return ordered[:k]
+    return []
+
+
+def _high_from_start(
+    history: History, by_sensor: Mapping[str, Sequence[tuple]], normal: np.ndarray, budget: Budget
+) -> dict[str, float]:
+    """Return sensors that were not visited and whose first nights are high, with their p-values.
+
+    They are compared with groups without a leak (conformal p-value of a new group, at most 0.05), and with the other sensors (the p-value is 1 there).
+    """
+    sql = "SELECT score FROM nights WHERE sensor = ? AND score IS NOT NULL ORDER BY night LIMIT ?"
+    first = {s: [x for (x,) in history.query(sql, (s, MIN_NIGHTS))] for s in by_sensor}
     levels = {s: median(own) for s, own in first.items() if len(own) == MIN_NIGHTS}
-    return {s: float((1 + np.sum(normal >= x)) / (1 + len(normal))) for s, x in levels.items()}
+    logits = {s: float(night_logit(x)) for s, x in levels.items()}
+    found = dict.fromkeys(highest_from_start(logits, {s: by_sensor[s][-1][4] for s in levels}, budget), 1.0)
+    p_values = {s: float((1 + np.sum(normal >= x)) / (1 + len(normal))) for s, x in levels.items()}
+    # at most this share of normal new sensors is listed
+    found |= {s: p for s, p in p_values.items() if p <= 0.05}
+    visited = {s for (s,) in history.query("SELECT sensor FROM visits")}
+    return {s: p for s, p in found.items() if s not in visited}
 
 
 def _best_recordings(history: History, since: str, column: str) -> dict[str, tuple]:
@@ -387,7 +533,7 @@ def sensor_table(
     day = date.fromisoformat(last)
     since = (day - timedelta(days=28 + RECENT_NIGHTS - 1)).isoformat()
     week = (day - timedelta(days=6)).isoformat()
-    columns = "night, rms_db, floor_db, flags, n, score, mean, first_above, (r0 + r1 + r2) / 3"
+    columns = "night, rms_db, floor_db, flags, n, score, first_above, (r0 + r1 + r2) / 3"
     sql = (
         f"SELECT sensor, {columns} FROM nights INDEXED BY night_dates WHERE night >= ? ORDER BY sensor, night"
     )
@@ -396,10 +542,9 @@ def sensor_table(
     }
     newest = f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1"
     by_sensor |= {s: history.query(newest, (s,)) for s in all_sensors(history) if s not in by_sensor}
-    p_values = _start_p_values(history, by_sensor, np.asarray(normal)) if len(normal) else {}
-    # at most this share of normal new sensors is listed
-    visits = {s: "high from the start" for s, p in p_values.items() if p <= 0.05}
-    visits |= {s: "evidence" for s, own in by_sensor.items() if own[-1][7] is not None}
+    p_values = _high_from_start(history, by_sensor, np.asarray(normal), budget)
+    visits = dict.fromkeys(p_values, "high from the start")
+    visits |= {s: "evidence" for s, own in by_sensor.items() if own[-1][6] is not None}
     free = [s for s, own in by_sensor.items() if s not in visits and own[-1][0] >= week]
     # at random, but the choice of a night is always the same
     free.sort(key=lambda s: blake2b(f"{last} {s}".encode("utf-8", "surrogateescape")).digest())
@@ -410,7 +555,9 @@ def sensor_table(
     for s, own in by_sensor.items():
         reason = _reason(visits.get(s, ""), own, budget, p_values.get(s, 1.0))
         visit, health = visits.get(s, ""), sensor_health(own, last)
-        rows.append(_row(s, own, visit, reason, health, best.get(s, _NONE), loudest.get(s, _NONE)))
+        row = _row(s, own, visit, reason, health, best.get(s, _NONE), loudest.get(s, _NONE))
+        rises = visit == "evidence" or row.evidence >= budget.limit / 10
+        rows.append(row if rises else replace(row, trend=0.0))
     places = {"evidence": 0, "high from the start": 1, "audit": 2, "": 3}
     rows.sort(key=lambda r: (places[r.visit], -r.evidence, -(r.score or 0.0), r.sensor))
     return [replace(r, rank=k) for k, r in enumerate(rows, 1)]
@@ -419,10 +566,9 @@ def sensor_table(
 def _row(
     sensor: str, own: Sequence[tuple], visit: str, reason: str, health: str, best: tuple, loudest: tuple
 ) -> SensorRow:
-    night, *_, n, _, _, first_above, evidence = own[-1]
+    night, *_, n, _, first_above, evidence = own[-1]
     scores = [row[5] for row in own if row[5] is not None]
-    logits = night_logit(np.array(scores)).tolist()
-    recent, earlier = logits[-RECENT_NIGHTS:], logits[:-RECENT_NIGHTS]
+    _, before, after = _rise_of(own) if scores else ("", 0.0, 0.0)
     return SensorRow(
         rank=0,
         sensor=sensor,
@@ -431,7 +577,7 @@ def _row(
         first_above=first_above or "",
         reason=reason,
         health=health,
-        trend=round(median(recent) - median(earlier), 3) if earlier else 0.0,
+        trend=round(float(night_logit(after) - night_logit(before)), 3),
         last_night=night,
         nights=int(n),
         score=scores[-1] if scores else None,

@@ -280,6 +280,7 @@ class NightlyRun:
     sensors: tuple[nights.SensorRow, ...]  # those to visit first
     drift: nights.Drift | None  # None: no reference yet
     curves: Mapping[str, list[float]]  # sensor of the list -> evidence of its last nights
+    places: int = 0  # without a leak, that the model was evaluated on
     notes: tuple[str, ...] = ()  # on tables of recordings and visits
     seconds: float = 0.0
 
@@ -297,11 +298,18 @@ class NightlyRun:
     def high_scores(self) -> str:
         "Name the sensors whose last score is at least 0.5, without enough evidence for a visit; empty: none."
         high = (r for r in self.sensors if r.visit not in LISTED and (r.score or 0.0) >= 0.5)
-        found = sorted(high, key=lambda r: -(r.score or 0.0))
-        names = [f"{r.sensor} {r.score:.2f} ({how_many(r.nights, 'night')})" for r in found[:MAX_NAMED]]
-        are_new = all(r.nights <= nights.MIN_NIGHTS for r in found)
-        why = "too few nights to be sure" if are_new else "no evidence that they rose"
-        return f"High scores, {why} ({len(found):,}): {', '.join(names)}" if found else ""
+        found: dict[str, list[str]] = {nights.RISING: [], nights.TOO_FEW: [], nights.NO_RISE: []}
+        for r in sorted(high, key=lambda r: -(r.score or 0.0)):
+            name = f"{r.sensor} {r.score:.2f} ({how_many(r.nights, 'night')})"
+            found[nights.standing(r.nights, r.evidence, self.budget)].append(name)
+        parts = [f"{why} ({len(x):,}): {', '.join(x[:MAX_NAMED])}" for why, x in found.items() if x]
+        return f"High scores, {'; '.join(parts)}" if parts else ""
+
+    @property
+    def first_nights(self) -> str:
+        "Say in the first nights from which night on a leak can be listed; empty later."
+        most = max((r.nights for r in self.sensors), default=0)
+        return nights.first_nights(self.budget, most, len(self.sensors), self.places) if most else ""
 
     @property
     def headline(self) -> str:
@@ -370,7 +378,7 @@ class NightlyRun:
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
-                *[f"  {self.high_scores}"] * bool(self.high_scores),
+                *(f"  {text}" for text in (self.high_scores, self.first_nights) if text),
                 f"  visits, each with its reason: {show_path(self.state / VISITS_HTML)}",
                 *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
                 *(
@@ -512,7 +520,7 @@ _TEMPLATE = """
 <circle cx='{{ points[-1][0] }}' cy='{{ points[-1][1] }}' r='2.5' class='dot'/></svg>{% endmacro %}
 <h1>Sensors to visit</h1>
 <p class='verdict{{ ' hot' if done.to_visit }}'>{{ done.headline }} after the night of {{ done.last_night or '(none)' }}</p>
-{%- for text in [done.high_scores] + done.warnings | list if text %}
+{%- for text in [done.high_scores, done.first_nights] + done.warnings | list if text %}
 <p class='warning'>{{ text }}{% if drift and text == drift.warning %}
 See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/retraining.ipynb</code>.{% endif %}</p>
 {%- endfor %}
@@ -526,8 +534,7 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 <tr><th class='n'>rank</th><th>sensor</th><th>why</th><th>evidence over nights</th><th>recording with the highest score</th></tr>
 </thead><tbody>{%- for r in listed %}
 <tr><td class='n'>{{ r.rank }}</td><td><div class='sensor'>{{ r.sensor }}</div>{{ badge(r.visit) }}</td>
-<td class='why'>{{ r.reason }}<div class='facts'>trend
-{{ 'steady' if r.trend|abs < 0.5 else 'rising' if r.trend > 0 else 'falling' }} ({{ '{:+.1f}'.format(r.trend) }}); health {{ health(r.health) }};
+<td class='why'>{{ r.reason }}<div class='facts'>health {{ health(r.health) }};
 {{ how_many(r.nights, 'night') }}{% if r.first_above %}<br>above the limit since {{ r.first_above }}{% endif %}</div></td>
 <td>{% if r.visit == 'evidence' %}{{ curve(r.sensor, done.curves.get(r.sensor)) }}
 <div class='name'>{{ evidence(r.evidence) }}, limit {{ whole(limit) }}</div>{% else %}
@@ -558,11 +565,11 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {{ how_many(n_lost, 'sensor') }} without valid coordinates not drawn.{% endif %}</p>
 {%- endif %}
 <h2>All sensors</h2>
-<div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>trend</th>
+<div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>rise, logits</th>
 <th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
 </thead><tbody>{%- for r in done.sensors[:most] %}
 <tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }}</td><td>{{ health(r.health) }}</td>
-<td class='n'>{{ evidence(r.evidence) }}</td><td class='n'>{{ '{:+.1f}'.format(r.trend) }}</td>
+<td class='n'>{{ evidence(r.evidence) }}</td><td class='n'>{{ '{:+.1f}'.format(r.trend) if r.trend }}</td>
 <td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td>
 <td class='n'>{{ '' if r.loudest_db is none else '{:.0f}'.format(r.loudest_db) }}</td><td class='n'>{{ r.nights }}</td><td>{{ r.last_night }}</td></tr>
 {%- endfor %}</tbody></table></div>
@@ -782,7 +789,8 @@ def nightly(
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
         nights.keep_reference(history, detector, reference)
         history.commit()
-        rows = nights.sensor_table(history, rule, normal=nights.normal_medians(detector), audits=audits)
+        normal = nights.normal_medians(detector)
+        rows = nights.sensor_table(history, rule, normal=normal, audits=audits)
         done = NightlyRun(
             folder=files.folder,
             state=target,
@@ -797,6 +805,7 @@ def nightly(
             curves={
                 r.sensor: [x for (x,) in history.query(_CURVE, (r.sensor,))][::-1] for r in rows if r.visit
             },
+            places=len(normal),
             notes=(*_notes(files, pattern), *ignored),
         )
         write_tables(done, visits_page(done, _clips(done, files.paths, detector), _places(rows, manifest)))
