@@ -108,7 +108,7 @@ def rise_factors(
     return np.where((n_before > 0) & (n_after > 0), odds, 1.0)
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #c43761df
-WINDOW = 40  # last usable nights of a sensor that are compared
+WINDOW = 30  # last usable nights of a sensor that are compared
 _STARTS = 20  # last nights on which a rise may have begun
 _MOST, _LEAST = 10.0, 0.1  # of the e-value of a night
 
