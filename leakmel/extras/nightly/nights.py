@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
@@ -199,7 +199,7 @@ def first_nights(
     start = MIN_NIGHTS if n_places >= 19 else max(MIN_NIGHTS, math.ceil(budget.nights_at_start / n_sensors))
     later = nights_to_list(budget)
     return (
-        f"First nights ({nights} of {first}): a leak can be listed from night {first} of a sensor on, one that is older than the recordings from "
+        f"First nights ({nights} of {first}): a leak can be listed from about night {first} of a sensor on, one that is older than the recordings from "
         f"night {start} on ({how_many(n_sensors, 'sensor')}, budget {budget.per_100_nights:g}); a clear one that begins after 5, 10 or 20 quiet nights takes "
         f"{later[4]}, {later[9]} or {later[19]} nights. Until then look at the high scores: they are too few nights to be sure."
     )

@@ -565,7 +565,7 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {{ how_many(n_lost, 'sensor') }} without valid coordinates not drawn.{% endif %}</p>
 {%- endif %}
 <h2>All sensors</h2>
-<div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>rise, logits</th>
+<div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>rise</th>
 <th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
 </thead><tbody>{%- for r in done.sensors[:most] %}
 <tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }}</td><td>{{ health(r.health) }}</td>
