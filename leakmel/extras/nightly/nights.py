@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #3e3aa296
+import csv
+import io
 import json
 import math
 import os
@@ -27,6 +29,8 @@ import pandas as pd
 
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
+from leakmel.core.files import write_whole
+from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
 from leakmel.core.store import Folder
 from leakmel.detector.data.segments import Segments, conform_recording, cut_into_rows
@@ -278,14 +282,41 @@ def flags_of(silent: bool, dry: bool, clipped_share: float) -> str:
     return " ".join(compress(UNUSABLE, (silent, dry, clipped_share >= 0.01)))
 
 
-def read_visits(file: Path) -> dict[str, str]:
-    "Read the night of the last visit to each sensor from a CSV file with the columns sensor and night; raises DataError."
-    visits: dict[str, str] = {}
+OUTCOMES = ("leak", "no_leak", "not_found", "no_access")  # of a visit
+
+
+@dataclass(frozen=True)
+class Visit:
+    "A visit of a crew to a sensor: a row of the table of visits."
+
+    sensor: str
+    night: str  # the last one before the visit, YYYY-MM-DD
+    outcome: str = ""  # of OUTCOMES; empty: not told, as in the table of two columns
+    by: str = ""  # the person
+    when: str = ""  # of the entry, ISO 8601 in UTC
+    reason: str = ""  # why the list named the sensor, or NOT_LISTED; empty: not told
+    note: str = ""
+
+
+NOT_LISTED = "not listed"
+_VISIT_COLUMNS = tuple(f.name for f in fields(Visit))
+
+
+def visit_night(text: str) -> str:  # YYYY-MM-DD; raises ValueError
+    "Read the night of a visit; a spreadsheet adds midnight to a date."
+    text = re.sub(r"[ T]0?0:00(:00(\.0+)?)?$", "", dashed_date(text), flags=re.ASCII)
+    return date.fromisoformat(text).isoformat()
+
+
+def read_all_visits(file: Path) -> list[Visit]:
+    """Read a CSV file of visits with the columns sensor and night, and the others of `Visit` if it has them; raises DataError.
+
+    A row corrects an earlier one of the same sensor and night.
+    """
+    visits: dict[tuple[str, str], Visit] = {}
     for line, row in csv_table(file, read_text(file), ["night"]).records("sensor", "night"):
         try:
-            # a spreadsheet adds midnight to a date
-            text = re.sub(r"[ T]0?0:00(:00(\.0+)?)?$", "", dashed_date(row["night"]), flags=re.ASCII)
-            night = date.fromisoformat(text).isoformat()
+            night = visit_night(row["night"])
         except ValueError as e:
             raise DataError(
                 f"line {line}: the night of a visit is not a date",
@@ -294,9 +325,78 @@ def read_visits(file: Path) -> dict[str, str]:
                 found=repr(row["night"][:80]),
                 remedy="write the nights like 2025-11-09 or 9.11.2025; 11/9/2025 is another day in another country",
             ) from e
-        sensor = text_key(row["sensor"])
-        visits[sensor] = max(night, visits.get(sensor, ""))
+        outcome = re.sub("[ -]", "_", row.get("outcome", "").casefold())
+        if outcome not in ("", *OUTCOMES):
+            raise DataError(
+                f"line {line}: the outcome of a visit is unknown",
+                code="invalid-visits",
+                path=file,
+                found=repr(row["outcome"][:80]),
+                expected=", ".join(OUTCOMES),
+            )
+        told = {name: row.get(name, "") for name in _VISIT_COLUMNS}
+        visit = Visit(**told | {"sensor": text_key(row["sensor"]), "night": night, "outcome": outcome})
+        visits[visit.sensor, night] = visit
+    return list(visits.values())
+
+
+def read_visits(file: Path) -> dict[str, str]:
+    "Read the night of the last visit to each sensor, without visits that had no access; raises DataError."
+    visits: dict[str, str] = {}
+    for x in read_all_visits(file):
+        if x.outcome != "no_access":
+            visits[x.sensor] = max(x.night, visits.get(x.sensor, ""))
     return visits
+
+
+def add_visit(file: Path, visit: Visit) -> int:  # visits in the table
+    "Add a row to a table of visits, which is made if needed; all rows are checked and written together. Raises DataError, OutputError."
+    with OutputLock(file):
+        text = read_text(file) if file.exists() else ",".join(_VISIT_COLUMNS)
+        if file.exists():
+            read_all_visits(file)
+        table = csv_table(file, text, ["night"])
+        if lacking := {"sensor", "night", "outcome"} - set(table.columns):
+            raise DataError(
+                f"the table of visits has no column {min(lacking)}",
+                code="table-columns",
+                path=file,
+                found=", ".join(map(show_path, table.names))[:500],
+                expected=",".join(_VISIT_COLUMNS),
+                remedy="add the column to the table, or name another file with --table",
+            )
+        row, cells = io.StringIO(), asdict(visit)
+        writer = csv.writer(row, delimiter=table.delimiter, lineterminator="\n")
+        writer.writerow([cells.get(name, "") for name in table.columns])
+        write_whole(file, f"{text.rstrip()}\n{row.getvalue()}")
+        return len(read_all_visits(file))
+
+
+def visit_results(visits: Sequence[Visit], sensor_nights: int) -> dict[str, Any]:
+    """Return what visits with an outcome found, with 95 % intervals (Clopper and Pearson; Garwood); empty without one.
+
+    Visits that the list did not ask for, audits among them, count as leaks that it missed, or not at all.
+    """
+    from scipy.special import betaincinv, gammaincinv
+
+    known = [v for v in visits if v.outcome in OUTCOMES[:3]]
+    asked = [v.outcome == "leak" for v in known if v.reason not in (NOT_LISTED, "audit")]
+    leaks, n = sum(asked), len(asked)
+    if not known or not sensor_nights:
+        return {}
+    false = n - leaks
+    low = float(betaincinv(leaks, false + 1, 0.025)) if leaks else 0.0
+    high = float(betaincinv(leaks + 1, false, 0.975)) if false else 1.0
+    rates = [float(gammaincinv(false, 0.025)) if false else 0.0, float(gammaincinv(false + 1, 0.975))]
+    return {
+        "visits": n,
+        "leaks": leaks,
+        "precision": round(leaks / n, 4) if n else None,
+        "precision_interval": [round(low, 4), round(high, 4)],
+        "false_per_100_nights": round(100 * false / sensor_nights, 4),
+        "false_interval": [round(100 * x / sensor_nights, 4) for x in rates],
+        "leaks_not_listed": sum(v.outcome == "leak" for v in known) - leaks,
+    }
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #19e2d06a
 _EVIDENCE = 2  # version of the evidence: a history with another one is computed again from its recordings
