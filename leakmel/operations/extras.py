@@ -841,7 +841,7 @@ class Visited(Operation):
         )
         body = {"table": show_path(file), "visits": n, **vars(visit)}
         said = f"{show_path(visit.sensor)}: {visit.outcome}, visited after the night {visit.night} ({visit.reason})"
-        lines = [said, f"{n:,} visits in {show_path(file)}; the next nightly run reads them"]
+        lines = [said, f"visits in {show_path(file)}: {n:,}; the next nightly run reads them"]
         return Outcome(visit, body, run.answer(lines))
 
 # %% ../../nbs/operations/extras.ipynb #7f3efe20

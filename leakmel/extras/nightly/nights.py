@@ -114,7 +114,8 @@ def rise_factors(
 # %% ../../../nbs/extras/nightly/nights.ipynb #c43761df
 WINDOW = 30  # last usable nights of a sensor that are compared
 _STARTS = 20  # last nights on which a rise may have begun
-_MOST, _LEAST = 10.0, 0.1  # of the e-value of a night
+_MOST = 10.0  # e-value of a night
+_LEAST = 0.1
 
 
 class Evidence:
@@ -177,7 +178,8 @@ def nights_to_list(budget: Budget) -> np.ndarray:
     leak can be listed is the least sum of both.
     """
     quiet = np.arange(1, WINDOW + 1)
-    evidence, needed = Evidence(WINDOW), np.full(WINDOW, 0)
+    evidence = Evidence(WINDOW)
+    needed = np.full(WINDOW, 0)
     for k in range(3 * WINDOW):
         evidence.add(np.where(k % 2, 0.5, -0.5) + 3 * (k >= quiet))
         needed = np.where((needed == 0) & (evidence.value >= budget.limit), k + 1 - quiet, needed)
@@ -365,9 +367,9 @@ def add_visit(file: Path, visit: Visit) -> int:  # visits in the table
                 expected=",".join(_VISIT_COLUMNS),
                 remedy="add the column to the table, or name another file with --table",
             )
-        row, cells = io.StringIO(), asdict(visit)
+        row = io.StringIO()
         writer = csv.writer(row, delimiter=table.delimiter, lineterminator="\n")
-        writer.writerow([cells.get(name, "") for name in table.columns])
+        writer.writerow([getattr(visit, name, "") for name in table.columns])
         write_whole(file, f"{text.rstrip()}\n{row.getvalue()}")
         return len(read_all_visits(file))
 
@@ -381,7 +383,8 @@ def visit_results(visits: Sequence[Visit], sensor_nights: int) -> dict[str, Any]
 
     known = [v for v in visits if v.outcome in OUTCOMES[:3]]
     asked = [v.outcome == "leak" for v in known if v.reason not in (NOT_LISTED, "audit")]
-    leaks, n = sum(asked), len(asked)
+    n = len(asked)
+    leaks = sum(asked)
     if not known or not sensor_nights:
         return {}
     false = n - leaks
@@ -531,11 +534,9 @@ SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
 _NONE = ("", "", None)  # path, digest and level of no recording
 
 
-RISING, TOO_FEW, NO_RISE = (
-    "rising, not enough evidence yet",
-    "too few nights to be sure",
-    "no evidence that they rose",
-)
+RISING = "rising, not enough evidence yet"
+TOO_FEW = "too few nights to be sure"
+NO_RISE = "no evidence that they rose"
 
 
 def standing(
