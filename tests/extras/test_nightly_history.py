@@ -294,7 +294,7 @@ with History(sys.argv[1]) as history:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [_KILLED, _KILLED_AFTER_COMMIT], ids=["before", "behind"])
+@each("script", [_KILLED, _KILLED_AFTER_COMMIT], ids=["before", "behind"])
 def test_a_damage_after_a_killed_run_is_refused(tmp_path, script):
     history_with_all_tables(tmp_path)
     subprocess.run([sys.executable, "-c", script, tmp_path, Path(__file__).parent], timeout=60)
