@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -449,6 +450,22 @@ def test_each_sensor_has_one_statement(tmp_path):
     assert reason.startswith("Scores rose on 2026-11-13, from 0.3")
     assert "with a limit of 1,000; on the list since 2026-11-1" in reason
     assert trend > 1
+
+
+def test_a_listed_sensor_that_is_silent_since_keeps_its_place(tmp_path):
+    "Its nights of the last month have no usable recording."
+    entries = scored_nights(20)
+    entries += [
+        replace(h, digest=f"5{h.digest[1:]}", path=f"5{h.path}", time=time, night=time[:10], flags="silent")
+        for h in entries
+        for time in [h.time.replace("2026-11", "2027-01")]
+    ]
+    run(tmp_path, entries)
+    with History(tmp_path) as history:
+        rows = {r.sensor: r for r in sensor_table(history, Budget(), audits=0)}
+    assert (rows["P2"].visit, rows["P2"].trend, rows["P2"].score) == ("evidence", 0.0, None)
+    assert rows["P2"].reason.startswith("Scores rose: evidence")
+    assert rows["P1"].reason == "No evidence that scores rose: last night no usable recording."
 
 
 def test_the_first_nights_say_when_a_leak_can_be_listed():

@@ -550,30 +550,34 @@ def standing(
     return TOO_FEW if nights < first_listing(budget) else NO_RISE
 
 
-def _rise_of(own: Sequence[tuple]) -> tuple[str, float, float]:
-    "Return the first night of the most probable rise in the nights since the last visit, and the median scores before and from there on."
+_Rise = tuple[str, float, float]  # first night, median scores before it and from there on
+
+
+def _rise_of(own: Sequence[tuple]) -> _Rise | None:
+    "Find the most probable rise in the nights since the last visit; None without usable nights in the last month."
     used = [(row[0], row[5]) for row in own if row[5] is not None][-max(1, int(own[-1][4])) :]
+    if not used:
+        return None
     scores = np.array([score for _, score in used])
     k = start_of_rise(night_logit(scores)) if len(used) > 1 else 0
     return used[k][0], float(np.median(scores[:k] if k else scores)), float(np.median(scores[k:]))
 
 
-def _reason(visit: str, own: Sequence[tuple], budget: Budget, p: float) -> str:
+def _reason(visit: str, own: Sequence[tuple], budget: Budget, p: float, rise: _Rise | None) -> str:
     "Say in a sentence why a sensor is on the list or not."
     n, score, first, evidence = own[-1][4:]
+    when = f" on {rise[0]}, from {rise[1]:.2f} to {rise[2]:.2f}" if rise else ""
     size = f"evidence {evidence:,.0f} with a limit of {budget.limit:,.0f}"
     if visit == "evidence":
         back = " It has fallen below the limit since." if evidence < budget.limit else ""
-        night, before, after = _rise_of(own)
-        return f"Scores rose on {night}, from {before:.2f} to {after:.2f}: {size}; on the list since {first}.{back}"
+        return f"Scores rose{when}: {size}; on the list since {first}.{back}"
     if visit == "high from the start":
         others = f"than {100 * (1 - p):.0f} % of the places without a leak that the model was evaluated on"
         return f"The first nights already had higher scores {others if p <= 0.05 else 'than all other sensors, by far'}."
     text = "Chosen at random: shows what the list misses. " if visit == "audit" else ""
     found = standing(n, evidence, budget)
     if found == RISING:
-        night, before, after = _rise_of(own)
-        return f"{text}Scores may have risen on {night}, from {before:.2f} to {after:.2f}: {size}."
+        return f"{text}Scores may have risen{when}: {size}."
     if found == TOO_FEW:
         return f"{text}Too few nights to be sure: {n:.0f} of {first_listing(budget)}."
     last = "no usable recording" if score is None else f"median score {score:.2f}"
@@ -654,22 +658,27 @@ def sensor_table(
     loudest = _best_recordings(history, week, "rms_db")
     rows = []
     for s, own in by_sensor.items():
-        reason = _reason(visits.get(s, ""), own, budget, p_values.get(s, 1.0))
         visit, health = visits.get(s, ""), sensor_health(own, last)
-        row = _row(s, own, visit, reason, health, best.get(s, _NONE), loudest.get(s, _NONE))
-        rises = visit == "evidence" or row.evidence >= budget.limit / 10
-        rows.append(row if rises else replace(row, trend=0.0))
+        rise = _rise_of(own) if visit == "evidence" or own[-1][7] >= budget.limit / 10 else None
+        reason = _reason(visit, own, budget, p_values.get(s, 1.0), rise)
+        rows.append(_row(s, own, visit, reason, health, rise, best.get(s, _NONE), loudest.get(s, _NONE)))
     places = {"evidence": 0, "high from the start": 1, "audit": 2, "": 3}
     rows.sort(key=lambda r: (places[r.visit], -r.evidence, -(r.score or 0.0), r.sensor))
     return [replace(r, rank=k) for k, r in enumerate(rows, 1)]
 
 
 def _row(
-    sensor: str, own: Sequence[tuple], visit: str, reason: str, health: str, best: tuple, loudest: tuple
+    sensor: str,
+    own: Sequence[tuple],
+    visit: str,
+    reason: str,
+    health: str,
+    rise: _Rise | None,
+    best: tuple,
+    loudest: tuple,
 ) -> SensorRow:
     night, *_, n, _, first_above, evidence = own[-1]
     scores = [row[5] for row in own if row[5] is not None]
-    _, before, after = _rise_of(own) if scores else ("", 0.0, 0.0)
     return SensorRow(
         rank=0,
         sensor=sensor,
@@ -678,7 +687,7 @@ def _row(
         first_above=first_above or "",
         reason=reason,
         health=health,
-        trend=round(float(night_logit(after) - night_logit(before)), 3),
+        trend=round(float(night_logit(rise[2]) - night_logit(rise[1])), 3) if rise else 0.0,
         last_night=night,
         nights=int(n),
         score=scores[-1] if scores else None,
