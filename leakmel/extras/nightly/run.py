@@ -404,7 +404,7 @@ class NightlyRun:
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
-                *(f"  {text}" for text in (self.high_scores, self.first_nights, self.visit_results) if text),
+                *(f"  {text}" for text in (self.high_scores, self.first_nights) if text),
                 f"  visits, each with its reason: {show_path(self.state / VISITS_HTML)}",
                 *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
                 *(
@@ -417,6 +417,7 @@ class NightlyRun:
                 *(f"  {text}" for text in self.warnings),
                 f"  detector: {self.evaluation}",
                 f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
+                *[f"  {self.visit_results}"] * bool(self.visit_results),
                 f"  tables in {show_path(self.state)}",
             ]
         )
