@@ -9,10 +9,21 @@ import pytest
 from each import each
 from made_detectors import made_detector
 from test_nightly import QUIET, refused, write_nights
+from test_nightly_history import run, scored_nights
 
+import leakmel as lm
 from leakmel.cli import main
-from leakmel.extras.nightly.nights import Visit, add_visit, read_all_visits, read_visits, visit_results
-from leakmel.extras.nightly.run import VISITS_CSV, VISITS_HTML, nightly, record_visit
+from leakmel.extras.nightly.history import History
+from leakmel.extras.nightly.nights import (
+    Visit,
+    add_visit,
+    read_all_visits,
+    read_visits,
+    recordings_of_visit,
+    visit_results,
+)
+from leakmel.extras.nightly.run import VISIT_LABELS_CSV, VISITS_CSV, VISITS_HTML, nightly, record_visit
+from leakmel.recordings.labels import read_decisions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,6 +73,50 @@ def test_a_visit_restarts_the_sensor_and_is_counted(state, table, capsys):
     page = (state / VISITS_HTML).read_text()
     assert done.visit_results.split(";")[0] in page
     assert "<code>leakmel visited P" in page
+
+
+def test_visits_label_recordings_that_a_build_takes(state, table):
+    "By their digests; a row corrects an earlier one."
+    record_visit(state, "P0", "2025-01-04", "leak", by="ann")
+    record_visit(state, "P1", "2025-01-03", "no_leak", by="ann")
+    record_visit(state, "P2", "2025-01-05", "not_found", by="ann")
+    again(state)
+    labels = state / VISIT_LABELS_CSV
+    with labels.open(encoding="utf-8", newline="") as f:
+        rows = list(csv.DictReader(f))
+    assert [(r["path"][:6], r["label"], r["by"]) for r in rows] == [
+        *((f"d{day}/P0~", "LEAK", "ann") for day in (2, 3, 4)),
+        *((f"d{day}/P1~", "NOLEAK", "ann") for day in (1, 2, 3)),
+    ]
+    decisions = read_decisions(labels)
+    assert len({d.digest for d in decisions}) == 6
+    spec = lm.MelSpec.preset("disjoint", duration_s=1.0)
+    built = lm.build(
+        state.parent / "r", out=state.parent / "x.h5", spec=spec, labels=labels, progress="none", check=0
+    )
+    with lm.open_dataset(built.path) as ds:
+        counts = ds.files["label"].value_counts()
+    assert (counts["LEAK"], counts["NOLEAK"]) == (3, 3)  # others have the names of their folders
+    record_visit(state, "P0", "2025-01-04", "no_access")  # corrects the first row
+    again(state)
+    assert "P0~" not in labels.read_text()
+    labels.write_text("my own\n")
+    refused("other-file-in-the-way", lambda: again(state))
+    labels.unlink()
+
+
+def test_a_leak_labels_the_nights_since_the_scores_rose(tmp_path):
+    run(tmp_path, scored_nights(20, leak_from=12))
+    with History(tmp_path) as history:
+
+        def nights_of(sensor: str, night: str, outcome: str, after: str = "") -> list[str]:
+            found = recordings_of_visit(history, sensor, Visit(sensor, night, outcome), after)
+            return [night[-2:] for _, _, night in found]
+
+        assert nights_of("P2", "2026-11-18", "leak") == [str(k) for k in range(13, 19)]
+        assert nights_of("P1", "2026-11-18", "leak") == ["16", "17", "18"]
+        assert nights_of("P1", "2026-11-05", "no_leak", "2026-11-02") == ["03", "04", "05"]
+        assert nights_of("P1", "2026-10-05", "leak") == []
 
 
 @each(

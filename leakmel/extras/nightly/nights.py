@@ -163,11 +163,13 @@ class Evidence:
 
 def start_of_rise(
     nights: np.ndarray,  # [N] logits, at least two
+    least: float = 0.0,  # Bayes factor
 ) -> int:
-    "Return the index of the first night of the most probable rise."
+    "Return the index of the first night of the most probable rise; 0 where its factor is below `least`."
     before = np.arange(1, len(nights))[None]
     means = nights.cumsum()[None, :-1] / before
-    return 1 + int(rise_factors(nights[None], before, means).mean(0).argmax())
+    factors = rise_factors(nights[None], before, means).mean(0)[0]
+    return 1 + int(factors.argmax()) if factors.max() >= least else 0
 
 
 @lru_cache(8)
@@ -372,6 +374,30 @@ def add_visit(file: Path, visit: Visit) -> int:  # visits in the table
         writer.writerow([getattr(visit, name, "") for name in table.columns])
         write_whole(file, f"{text.rstrip()}\n{row.getvalue()}")
         return len(read_all_visits(file))
+
+
+def recordings_of_visit(
+    history: History, sensor: str, visit: Visit, after: str
+) -> list[tuple[str, str, str]]:
+    """Return path, digest and night of the recordings that the outcome of a visit labels: of the nights before it, at most WINDOW, later than another night.
+
+    A leak was not there before the scores rose: without a clear rise it labels the last three nights only.
+    """
+    rows = history.query(
+        "SELECT night, score FROM nights WHERE sensor = ? AND night <= ? AND night > ? AND score IS NOT NULL ORDER BY night DESC LIMIT ?",
+        (sensor, visit.night, after, WINDOW),
+    )
+    if not rows:
+        return []
+    nights, scores = zip(*rows[::-1], strict=True)
+    first = 0
+    if visit.outcome == "leak":
+        rise = start_of_rise(night_logit(np.array(scores)), _MOST) if len(nights) > 1 else 0
+        first = rise or max(0, len(nights) - RECENT_NIGHTS)
+    return history.query(
+        "SELECT path, digest, night FROM recordings WHERE sensor = ? AND night BETWEEN ? AND ? AND flags = '' ORDER BY night, digest",
+        (sensor, nights[first], visit.night),
+    )
 
 
 def visit_results(visits: Sequence[Visit], sensor_nights: int) -> dict[str, Any]:

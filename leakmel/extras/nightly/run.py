@@ -7,6 +7,8 @@ __all__ = ['SENSORS_CSV', 'SENSORS_JSON', 'VISITS_HTML', 'FORMAT', 'MAX_NAMED', 
 
 # %% ../../../nbs/extras/nightly/run.ipynb #1e36045d
 import base64
+import csv
+import io
 import json
 import math
 import os
@@ -40,6 +42,7 @@ from leakmel.core.files import replacing
 from leakmel.core.parameters import answer_unknown
 from leakmel.core.store import Folder
 from leakmel.dataset.schema import Rejected
+from leakmel.detector.data.segments import Task
 from leakmel.detector.model.card import evaluation_result, evaluation_text
 from leakmel.detector.model.detector import Detector, required_spec, to_plain
 from leakmel.detector.model.files import require_kind, require_result
@@ -50,6 +53,7 @@ from leakmel.extras.nightly.history import History, HistoryEntry, night_of
 from leakmel.mel.engines import open_engine
 from leakmel.pages.page_figures import filled, playback, png_bytes
 from leakmel.pages.plots import f32, label_colour, styled_figure
+from leakmel.recordings.labels import LABELS_COLUMNS
 from leakmel.recordings.listing import Listing
 from leakmel.recordings.manifest import Manifest, scan
 from leakmel.recordings.naming import TIME_FORMS, NameParts, guess_pattern, unread_times
@@ -711,6 +715,7 @@ def drift_plot(done: "NightlyRun") -> Any:  # go.Figure
 
 # %% ../../../nbs/extras/nightly/run.ipynb #0fe27017
 VISITS_CSV = "visits.csv"  # of `record_visit`, which a person may edit
+VISIT_LABELS_CSV = "visit_labels.csv"
 
 
 def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; raises OutputError
@@ -724,18 +729,21 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
         )
     kind = "table of a nightly run"
     require_kind(target / SENSORS_CSV, kind, lambda file: has_columns(file, nights.SENSOR_COLUMNS))
+    require_kind(target / VISIT_LABELS_CSV, "table of labels", lambda file: has_columns(file, LABELS_COLUMNS))
     require_result(target / SENSORS_JSON, kind, f'{{"format": "{FORMAT}"'.encode())
     require_result(target / VISITS_HTML, kind, PAGE_BEGINS.encode())
     return target
 
 
-def write_tables(done: NightlyRun, page: str) -> None:
-    "Write sensors.csv, sensors.json and visits.html; raises OutputError, SpaceError."
+def write_tables(done: NightlyRun, page: str, labels: str) -> None:
+    "Write sensors.csv, sensors.json, visits.html and, with visits, visit_labels.csv; raises OutputError, SpaceError."
     texts = {
         SENSORS_CSV: done.table.to_csv(index=False),
         SENSORS_JSON: json.dumps(done.body, ensure_ascii=True) + "\n",
         VISITS_HTML: page,
     }
+    if labels:
+        texts[VISIT_LABELS_CSV] = labels
     with ExitStack() as stack:
         for name, text in texts.items():
             new = stack.enter_context(replacing(done.state / name))
@@ -839,15 +847,18 @@ def nightly(
             rejected=tuple(sorted(files.rejected, key=lambda r: r.path)),
             sensors=tuple(rows),
             drift=nights.drift_of(history, nights.stored_reference(history)),
-            curves={
-                r.sensor: [x for (x,) in history.query(_CURVE, (r.sensor,))][::-1] for r in rows if r.visit
-            },
+            curves=_curves(history, rows),
             places=len(normal),
-            results=_results(history, table) if table.exists() else {},
+            results=_results(history, table),
             notes=(*_notes(files, pattern), *ignored),
         )
-        write_tables(done, visits_page(done, _clips(done, files.paths, detector), _places(rows, manifest)))
+        page = visits_page(done, _clips(done, files.paths, detector), _places(rows, manifest))
+        write_tables(done, page, visit_labels(history, table, detector.task))
     return replace(done, seconds=time.perf_counter() - began)
+
+
+def _curves(history: History, rows: Iterable[nights.SensorRow]) -> dict[str, list[float]]:
+    return {r.sensor: [x for (x,) in history.query(_CURVE, (r.sensor,))][::-1] for r in rows if r.visit}
 
 
 def _counts(files: _Files, n_added: int) -> RunCounts:
@@ -903,10 +914,38 @@ def _sort_visits(
 # %% ../../../nbs/extras/nightly/run.ipynb #vi0000b2
 def _results(history: History, table: Path) -> dict[str, Any]:
     "Return what the visits of a table to known sensors found."
+    if not table.exists():
+        return {}
     known = set(map(text_key, nights.all_sensors(history)))
     visits = [v for v in nights.read_all_visits(table) if v.sensor in known]
     ((n,),) = history.query("SELECT count(*) FROM nights WHERE usable > 0")
     return nights.visit_results(visits, n)
+
+
+def visit_labels(history: History, table: Path, task: Task) -> str:
+    """Return the labels of recordings that follow from visits, as the content of a labels.csv; empty without a table.
+
+    `leak` and `no_leak` label nights before the visit; the second only if the detector has one other label.
+    """
+    if not table.exists():
+        return ""
+    known = {text_key(sensor): sensor for sensor in nights.all_sensors(history)}
+    others = [name for name in task.class_names if name != task.leak_label]
+    label_of = {"leak": task.leak_label} | ({"no_leak": others[0]} if len(others) == 1 else {})
+    text, before = io.StringIO(), dict[str, str]()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(LABELS_COLUMNS)
+    for v in sorted(nights.read_all_visits(table), key=lambda v: (v.sensor, v.night)):
+        if v.sensor not in known or v.outcome == "no_access":
+            continue
+        after = before.get(v.sensor, "")
+        before[v.sensor] = v.night
+        if v.outcome in label_of:
+            when = v.when or f"{v.night}T12:00:00Z"
+            for path, digest, night in nights.recordings_of_visit(history, known[v.sensor], v, after):
+                note = f"visit after {v.night}, night {night}"
+                writer.writerow((path, digest, label_of[v.outcome], v.by or "visit", when, note))
+    return text.getvalue()
 
 
 def record_visit(
