@@ -129,21 +129,23 @@ def test_a_leak_labels_the_nights_since_the_scores_rose(tmp_path):
         ("P0", "2025-01-03", "maybe", "unknown-choice"),
     ],
 )
-def test_wrong_visits_are_refused(state, sensor, night, outcome, code):
+def test_wrong_visits_and_folders_are_refused(state, tmp_path, sensor, night, outcome, code):
     refused(code, lambda: record_visit(state, sensor, night, outcome))
     assert not (state / VISITS_CSV).exists()
-
-
-def test_a_folder_without_a_nightly_run_is_refused(tmp_path):
-    refused("no-such-file", lambda: record_visit(tmp_path, "P0", "2025-01-03", "leak"))
+    refused("no-such-file", lambda: record_visit(tmp_path, sensor, night, outcome))
 
 
 def test_tables_of_people_keep_their_columns_and_delimiter(tmp_path):
+    "A later row corrects an earlier one."
     file = tmp_path / "v.csv"
     file.write_text("Sensor;Night;Outcome;lat\nA1;2.1.2025;No leak;48,2\n\n", encoding="utf-8-sig")
     assert add_visit(file, Visit("B;2", "2025-01-03", "leak", "ann")) == 2
     assert file.read_text(encoding="utf-8-sig").splitlines()[-1] == '"B;2";2025-01-03;leak;'
     assert [(v.sensor, v.outcome) for v in read_all_visits(file)] == [("A1", "no_leak"), ("B;2", "leak")]
+    assert add_visit(file, Visit("B;2", "2025-01-03", "no_access")) == 2
+    assert read_visits(file) == {"A1": "2025-01-02"}
+    add_visit(file, Visit("B;2", "2025-01-03", "not_found"))
+    assert read_visits(file) == {"A1": "2025-01-02", "B;2": "2025-01-03"}
 
 
 @each(
@@ -171,15 +173,6 @@ def test_a_full_disk_loses_no_visit(tmp_path, monkeypatch):
     refused("no-space", lambda: add_visit(file, Visit("P2", "2025-01-03", "leak")))
     assert file.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["v.csv"]
-
-
-def test_a_later_row_corrects_an_earlier_one(tmp_path):
-    file = tmp_path / "v.csv"
-    for outcome in ("leak", "no_access"):
-        add_visit(file, Visit("P1", "2025-01-03", outcome))
-    assert read_visits(file) == {}
-    add_visit(file, Visit("P1", "2025-01-03", "not_found"))
-    assert list(read_visits(file).values()) == ["2025-01-03"]
 
 
 def test_results_have_exact_intervals():
