@@ -45,7 +45,15 @@ GROUPS: dict[str, tuple[type[Operation], ...]] = {
     "start": (extras.Init, data.Demo),
     "data": (extras.Fetch, data.Scan, data.Build, data.Join, data.Verify),
     "detector": (detector.Train, extras.Search, detector.Evaluate, detector.Predict, extras.Retrain),
-    "field": (extras.Nightly, extras.Review, extras.Suggest, extras.Similar, extras.Embed, extras.Correlate),
+    "field": (
+        extras.Nightly,
+        extras.Visited,
+        extras.Review,
+        extras.Suggest,
+        extras.Similar,
+        extras.Embed,
+        extras.Correlate,
+    ),
     "exchange": (extras.Export, extras.Card, extras.Labels, extras.Page),
     "machine": (extras.Doctor, extras.Tune, extras.Bench, extras.Cache),
 }

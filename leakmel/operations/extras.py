@@ -770,7 +770,8 @@ class Nightly(Operation):
     budget: float = option(0.2, metavar="N")
     # random visits per night
     audits: int = 2
-    # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit): the evidence of these sensors starts again
+    # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit), optionally outcome, as leakmel visited writes it: the
+    # evidence of these sensors starts again (default: visits.csv in the state folder, where it exists)
     visited: str | None = option(None, metavar="FILE")
     # data set that drift is measured against, for example the training set; it is stored in the state folder (default: the first 28 nights)
     reference: str | None = option(None, metavar="FILE")
@@ -802,6 +803,46 @@ class Nightly(Operation):
         places = map(show_path, (plan.given["folder"], "--model", plan.files["model"]))
         text = run.answer([done.text()], next=shlex.join(["leakmel", "review", *places]))
         return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
+
+
+@operation("visited", example="leakmel visited H136 2026-11-29 leak --state nightly")
+class Visited(Operation):
+    "Record what a visit to a sensor found; the next nightly run starts its evidence again, and counts the outcomes."
+
+    # name of the sensor, as in the list of the last nightly run
+    sensor: str = option(positional=True)
+    # last night before the visit: YYYY-MM-DD
+    night: str = option(positional=True)
+    # what was found; after no_access the sensor stays on the list
+    outcome: Literal["leak", "no_leak", "not_found", "no_access"] = option(
+        metavar="leak|no_leak|not_found|no_access", positional=True
+    )
+    # state folder of leakmel nightly (default: runs/nightly)
+    state: str | None = option(None, metavar="DIR")
+    # table that the row is added to (default: visits.csv in the state folder, which the next run reads)
+    table: str | None = option(None, metavar="FILE")
+    # the person who looked (default: the login name)
+    by: str | None = option(None, metavar="NAME")
+    # a remark
+    note: str = ""
+
+    def __call__(self, run: Run) -> Outcome:
+        from leakmel.extras.nightly.run import record_visit
+        from leakmel.recordings.labels import login_name
+
+        visit, file, n = record_visit(
+            user_path(self.state) if self.state else runs_folder() / "nightly",
+            self.sensor,
+            self.night,
+            self.outcome,
+            by=self.by or login_name(),
+            note=self.note,
+            table=None if self.table is None else user_path(self.table),
+        )
+        body = {"table": show_path(file), "visits": n, **vars(visit)}
+        said = f"{show_path(visit.sensor)}: {visit.outcome}, visited after the night {visit.night} ({visit.reason})"
+        lines = [said, f"visits in {show_path(file)}: {n:,}; the next nightly run reads them"]
+        return Outcome(visit, body, run.answer(lines))
 
 # %% ../../nbs/operations/extras.ipynb #7f3efe20
 @operation("export", example="leakmel export mels --to huggingface --out mels-hf")

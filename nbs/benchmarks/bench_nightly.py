@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from bench_onsets import EvidenceOfVersion1
 
 import leakmel as lm
 from leakmel.dataset.pipeline import build_all
@@ -24,7 +25,6 @@ from leakmel.extras.nightly import run as nightly_run
 from leakmel.extras.nightly.history import History, HistoryEntry
 from leakmel.extras.nightly.nights import (
     Budget,
-    Evidence,
     flags_of,
     night_logit,
     normal_medians,
@@ -204,9 +204,9 @@ def _counted(network: Network, false: np.ndarray, found_at: np.ndarray) -> Visit
 
 
 def own_history_values(network: Network) -> np.ndarray:  # [S, N]; NaN: not compared
-    "Compare each recording with the earlier nights of its sensor: minus the logarithm of the p-value that the evidence is made of."
+    "Compare each recording with the earlier nights of its sensor: minus the logarithm of its p-value."
     n_sensors, n_nights = network.score.shape
-    evidence = Evidence(n_sensors)
+    evidence = EvidenceOfVersion1(n_sensors)
     usable = np.isfinite(network.score) & ~network.silent
     x = np.where(usable, night_logit(np.nan_to_num(network.score)), np.nan)
     p = np.stack([evidence.add(x[:, night]) for night in range(n_nights)], 1)
@@ -411,7 +411,9 @@ def bench_year(
                 mock.patch.object(nightly_run, "read_new", partial(_learn, new)),
                 mock.patch.object(nightly_run, "_clips", return_value={}),
             ):
-                last = nightly_run.nightly("/nowhere", detector, state, device="cpu", progress="none")
+                last = nightly_run.nightly(
+                    "/nowhere", detector, state, time_from="file", device="cpu", progress="none"
+                )
             seconds.append(time.perf_counter() - began)
             if k % 60 == 59:
                 log(f"night {k + 1}: {sum(seconds):.0f} s")

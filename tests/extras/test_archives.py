@@ -30,7 +30,7 @@ def write(path: Path, data: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", PACK)
+@each("kind", PACK)
 def test_wanted_files_are_read_in_the_order_of_their_names(tmp_path: Path, kind: str) -> None:
     files = {"b/2.wav": b"two", "b/desktop.ini": b"no", "a.wav": b"", "__MACOSX/._a.wav": b"no"}
     path = write(tmp_path / f"x{kind}", PACK[kind](files))

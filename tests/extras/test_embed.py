@@ -239,7 +239,7 @@ def test_an_output_is_checked_before_the_work(folder, tmp_path, monkeypatch):
         lm.embed(None, folder, out=tmp_path / "mine.npz", spec=SPEC, **QUIET)
 
 
-@pytest.mark.parametrize("name", ["query.wav", "mine.html"])
+@each("name", ["query.wav", "mine.html"])
 def test_a_report_replaces_no_other_file(folder, tmp_path, name, capsys):
     (tmp_path / name).write_bytes(content := (folder / "LEAK/copy.wav").read_bytes())
     words = ["similar", str(tmp_path / name), "--in", str(folder), "--duration-s", "1"]

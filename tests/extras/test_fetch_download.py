@@ -133,9 +133,10 @@ def test_a_longer_file_than_published_is_cut_off(server: RecordServer, tmp_path:
         fetch(tmp_path)
 
 
-@pytest.mark.parametrize("claimed", ["", "crc32:0", "x" * 32])
+@each("claimed", ["", "crc32:0", "x" * 32])
 def test_a_file_without_checksum_needs_consent(server: RecordServer, tmp_path: Path, claimed: str) -> None:
     server.claimed[LEAK_RAR] = claimed
+    server.requests.clear()
     with raises("checksum-unknown", UsageError, found=LEAK_RAR) as caught:
         fetch(tmp_path)
     assert "--accept-unverified" in str(caught.value)
@@ -156,14 +157,13 @@ def test_nothing_is_requested_without_the_licence(server: RecordServer, tmp_path
     assert (server.listings, server.requests, os.listdir(tmp_path)) == (0, [], [])
 
 
-@pytest.mark.parametrize(
-    ("answer", "goes_on"), [("yes\n", True), ("y\n", True), ("no\n", False), ("\n", False), ("", False)]
-)
+@each("answer, goes_on", [("yes\n", True), ("y\n", True), ("no\n", False), ("\n", False), ("", False)])
 def test_a_person_at_a_terminal_is_asked(
     server: RecordServer, tmp_path: Path, answer: str, goes_on: bool
 ) -> None:
     import io
 
+    server.listings = 0
     with (
         mock.patch("leakmel.extras.sets.fetch.is_attended", return_value=True),
         mock.patch("sys.stdin", io.StringIO(answer)),
@@ -176,7 +176,7 @@ def test_a_person_at_a_terminal_is_asked(
             assert server.listings == 0
 
 
-@pytest.mark.parametrize("status", [403, 404, 429, 503])
+@each("status", [403, 404, 429, 503])
 def test_a_server_that_refuses_is_named(server: RecordServer, tmp_path: Path, status: int) -> None:
     server.status = status
     with raises("set-refused", DataError, found=f"HTTP status {status}") as caught:

@@ -456,7 +456,7 @@ def test_tables_that_a_spreadsheet_saved(tmp_path, model, d):
     assert sensors.read_text() == "sensor,visit\n", "a table of a person"
 
 
-@pytest.mark.parametrize("sensor", ["123", "1,23E+05"])
+@each("sensor", ["123", "1,23E+05"])
 def test_sensors_that_a_spreadsheet_changed_are_noticed(tmp_path, model, sensor):
     folder = tmp_path / "r"
     for day in range(1, 4):
@@ -476,7 +476,7 @@ def test_a_wrong_clock_does_not_move_the_last_night(tmp_path, model):
     assert (done.last_night, done.counts.times_from_file) == ("2025-01-03", 1)
 
 
-@pytest.mark.parametrize("written", [0, datetime(2099, 1, 1).timestamp()])
+@each("written", [0, datetime(2099, 1, 1).timestamp()])
 def test_a_file_without_a_plausible_time(tmp_path, model, written):
     "A name with a plausible time counts, one that lies in the future does not."
     folder = write_nights(tmp_path / "r", range(1, 3))

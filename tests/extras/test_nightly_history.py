@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,17 @@ from each import each
 
 from leakmel.core.errors import DataError, LeakmelError, SpaceError
 from leakmel.extras.nightly.history import HISTORY_FILE, History, HistoryEntry
-from leakmel.extras.nightly.nights import Budget, Evidence, read_visits, record_run, sensor_table
+from leakmel.extras.nightly.nights import (
+    Budget,
+    Evidence,
+    first_listing,
+    first_nights,
+    highest_from_start,
+    nights_to_list,
+    read_visits,
+    record_run,
+    sensor_table,
+)
 
 
 def scored_nights(n_nights: int = 20, leak_from: int = 12, seed: int = 1) -> list[HistoryEntry]:
@@ -284,7 +295,7 @@ with History(sys.argv[1]) as history:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [_KILLED, _KILLED_AFTER_COMMIT], ids=["before", "behind"])
+@each("script", [_KILLED, _KILLED_AFTER_COMMIT], ids=["before", "behind"])
 def test_a_damage_after_a_killed_run_is_refused(tmp_path, script):
     history_with_all_tables(tmp_path)
     subprocess.run([sys.executable, "-c", script, tmp_path, Path(__file__).parent], timeout=60)
@@ -325,15 +336,143 @@ def test_a_history_is_accepted_after_each_way_that_a_run_can_end(tmp_path):
     assert run(tmp_path, entries) == 14  # 4 and 2 of 20 were committed
 
 
+@pytest.mark.slow
 def test_the_rate_of_false_visits_is_within_the_budget():
-    "1,000 normal sensors, 365 nights; a visit restarts the sensor."
+    "500 normal sensors, 150 nights, also with taps; a visit restarts the sensor."
     budget = Budget(0.5)
+    for taps in (0.0, 0.05):
+        rng = np.random.default_rng(0)
+        evidence, n_visits = Evidence(500), 0
+        for _ in range(150):
+            evidence.add(rng.normal(-1, 0.5, 500) + 1.5 * (rng.random(500) < taps))
+            above = evidence.value >= budget.limit
+            n_visits += int(above.sum())
+            evidence.n[above] = evidence.mean[above] = evidence.m2[above] = 0
+            evidence.r[:, above], evidence.nights[above] = 0, np.nan
+        assert 0 < 100 * n_visits / 75_000 <= budget.per_100_nights
+
+
+def nights_until_listed(start: int, rise: float, budget: Budget, n: int = 40, seed: int = 3) -> np.ndarray:
+    "Of n sensors with a leak from night `start` on; the rise is in standard deviations of their nights."
+    rng = np.random.default_rng(seed)
+    evidence, first = Evidence(n), np.full(n, 999)
+    for night in range(1, start + 40):
+        evidence.add(rng.normal(-1.5 + 0.4 * rise * (night >= start), 0.4, n))
+        first[(evidence.value >= budget.limit) & (first == 999)] = night - start + 1
+    return first
+
+
+@each("start", [3, 6, 10, 20])
+@each("per_100", [0.2, 1.0])
+def test_a_clear_leak_is_listed_whenever_it_begins(start, per_100):
+    "With the first evidence a leak from the sixth night on became usual, and was never listed."
+    budget = Budget(per_100)
+    found = nights_until_listed(start, 6.0, budget)
+    assert np.mean(found > 0) >= 0.95
+    assert np.mean(found <= 20) >= 0.95
+    assert np.median(found) <= nights_to_list(budget)[start - 2] + 1
+    assert start - 1 + np.median(found) >= first_listing(budget) - 2
+
+
+def test_a_loud_night_alone_lists_no_sensor():
+    evidence = Evidence(1)
+    for x in (*np.tile([-1.0, -1.2], 15), 6.0):
+        evidence.add(np.array([x]))
+    assert evidence.value[0] < Budget().limit
+    loud = evidence.value[0]
+    for x in (-1.1, -1.0, -1.2):
+        evidence.add(np.array([x]))
+    assert evidence.value[0] < loud / 20
+
+
+def test_nights_without_recordings_change_nothing():
     rng = np.random.default_rng(0)
-    evidence, n_visits = Evidence(1000), 0
-    for _ in range(365):
-        evidence.add(rng.normal(-1, 0.5, 1000))
-        above = evidence.value >= budget.limit
-        n_visits += int(above.sum())
-        evidence.n[above] = evidence.mean[above] = evidence.m2[above] = 0
-        evidence.r[:, above] = 0
-    assert 0 < 100 * n_visits / 365_000 <= budget.per_100_nights
+    nights = rng.normal(-1, 0.5, (50, 3))
+    evidence, some = Evidence(3), Evidence(2)
+    for k, x in enumerate(nights):
+        evidence.add(np.array([x[0], np.nan, x[2]]) if k % 3 else np.full(3, np.nan))
+        if k % 3:
+            some.add(x[[0, 2]])
+    assert np.array_equal(evidence.r[:, [0, 2]], some.r)
+    assert (evidence.n[1], evidence.value[1]) == (0, 0)
+
+
+def test_sensors_that_are_high_from_the_start_stay_within_the_budget():
+    levels = {f"P{k}": -2 + 0.02 * k for k in range(50)} | {"P7": 2.0, "P9": 1.9}
+    for nights, listed in ((39, []), (40, ["P7", "P9"]), (900, ["P7", "P9"])):
+        assert highest_from_start(levels, dict.fromkeys(levels, nights), Budget()) == listed, nights
+    alone = levels | {"P9": -1.5}
+    assert highest_from_start(alone, dict.fromkeys(levels, 19), Budget()) == []
+    assert highest_from_start(alone, dict.fromkeys(levels, 20), Budget()) == ["P7"]
+    steady = {f"P{k}": -2 + 0.02 * k for k in range(50)}
+    assert highest_from_start(steady, dict.fromkeys(levels, 900), Budget()) == []
+    assert highest_from_start({"P1": 1.0, "P2": -1.0}, {"P1": 900, "P2": 900}, Budget()) == []
+
+
+def test_an_earlier_history_is_read_and_its_evidence_computed_again(tmp_path):
+    "The schema is the same; evidence of the first version has another meaning."
+    run(tmp_path / "new", scored_nights())
+    run(tmp_path / "old", scored_nights(12))
+    with History(tmp_path / "old") as history:
+        history.begin()
+        history.set_meta("budget", "0.2")
+        history.write("UPDATE nights SET r0 = 7, r1 = 7, r2 = 7, first_above = ?", [("2026-11-05",)])
+        history.commit()
+    run(tmp_path / "old", scored_nights())
+    rows = [[x for x in content(tmp_path / name) if 'INTO "nights"' in x] for name in ("new", "old")]
+    assert rows[0] == rows[1]
+
+
+def statements(
+    folder: Path, n_nights: int, budget: Budget, leak_from: int
+) -> dict[str, tuple[str, str, float]]:
+    "Visit, reason and trend of each sensor."
+    run_with = scored_nights(n_nights, leak_from)
+    with History(folder) as history:
+        history.begin()
+        record_run(history, run_with, budget)
+        history.commit()
+        return {r.sensor: (r.visit, r.reason, r.trend) for r in sensor_table(history, budget, audits=0)}
+
+
+def test_each_sensor_has_one_statement(tmp_path):
+    "No evidence, and no trend; a rise that is not listed yet; one that is."
+    for n_nights, says in ((8, "Too few nights to be sure: 8 of 10."), (12, "No evidence that scores rose")):
+        visit, reason, trend = statements(tmp_path / str(n_nights), n_nights, Budget(), 99)["P2"]
+        assert (visit, trend) == ("", 0.0)
+        assert reason.startswith(says)
+    visit, reason, trend = statements(tmp_path / "rising", 14, Budget(), 12)["P2"]
+    assert visit == ""
+    assert reason.startswith("Scores may have risen on 2026-11-13, from 0.3")
+    assert trend > 1
+    visit, reason, trend = statements(tmp_path / "listed", 20, Budget(), 12)["P2"]
+    assert visit == "evidence"
+    assert reason.startswith("Scores rose on 2026-11-13, from 0.3")
+    assert "with a limit of 1,000; on the list since 2026-11-1" in reason
+    assert trend > 1
+
+
+def test_a_listed_sensor_that_is_silent_since_keeps_its_place(tmp_path):
+    "Its nights of the last month have no usable recording."
+    entries = scored_nights(20)
+    entries += [
+        replace(h, digest=f"5{h.digest[1:]}", path=f"5{h.path}", time=time, night=time[:10], flags="silent")
+        for h in entries
+        for time in [h.time.replace("2026-11", "2027-01")]
+    ]
+    run(tmp_path, entries)
+    with History(tmp_path) as history:
+        rows = {r.sensor: r for r in sensor_table(history, Budget(), audits=0)}
+    assert (rows["P2"].visit, rows["P2"].trend, rows["P2"].score) == ("evidence", 0.0, None)
+    assert rows["P2"].reason.startswith("Scores rose: evidence")
+    assert rows["P1"].reason == "No evidence that scores rose: last night no usable recording."
+
+
+def test_the_first_nights_say_when_a_leak_can_be_listed():
+    few, many = (first_nights(Budget(), 3, n, 0) for n in (8, 50))
+    assert few.startswith("First nights (3 of 10): a leak can be listed from about night 10 of a sensor on")
+    assert "from night 125 on (8 sensors, budget 0.2)" in few
+    assert "from night 20 on (50 sensors" in many
+    assert "from night 5 on" in first_nights(Budget(), 3, 8, 19)
+    assert first_nights(Budget(), 10, 8, 0) == ""
+    assert first_listing(Budget(1.0)) < first_listing(Budget()) < first_listing(Budget(0.05))

@@ -138,7 +138,7 @@ def test_rounds_are_interleaved_and_never_in_the_same_order(clock):
     assert len({tuple(r) for r in rounds}) == 4
 
 
-@pytest.mark.parametrize("budget_s", [25.0, 60.0, 200.0])
+@each("budget_s", [25.0, 60.0, 200.0])
 def test_no_trial_starts_that_would_exceed_the_time(clock, budget_s):
     told = list[int]()
     trials = {

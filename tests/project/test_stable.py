@@ -276,6 +276,7 @@ LEARNING = (
     "similar",
     "embed",
     "nightly",
+    "visited",
     "export",
     "retrain",
 )

@@ -6,13 +6,17 @@
 __all__ = []
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #3e3aa296
+import csv
+import io
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import compress, groupby
 from operator import itemgetter
@@ -25,6 +29,8 @@ import pandas as pd
 
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
+from leakmel.core.files import write_whole
+from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
 from leakmel.core.store import Folder
 from leakmel.detector.data.segments import Segments, conform_recording, cut_into_rows
@@ -38,7 +44,8 @@ from leakmel.recordings.tables import csv_table, read_text
 from leakmel.recordings.wav import read_wav
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #944c5103
-MIN_NIGHTS = 5  # of a sensor before the first night that is compared with them
+MIN_NIGHTS = 5  # first nights of a sensor, which are compared with other places
+_RISES = 0.5  # share of the budget for rises; the rest is for sensors that are high from the start
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,17 @@ class Budget:
     @property
     def limit(self) -> float:
         "Evidence from which a sensor is listed."
-        return 100 / self.per_100_nights
+        return 100 / (_RISES * self.per_100_nights)
+
+    @property
+    def nights_at_start(self) -> float:
+        "Sensor-nights of the network for each sensor that is listed because it is high from the start."
+        return 100 / ((1 - _RISES) * self.per_100_nights)
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #820575ca
-BETS = (0.1, 0.3, 0.6)  # exponents of the betting functions
+EFFECTS = np.array([1.0, 4.0, 25.0])[:, None, None]  # expected squares of a rise in standard deviations
 _MIN_SCORE = 1e-3  # the logit of 0 is infinite
+_MIN_SD = 0.05  # identical scores have no deviation
 
 
 def night_logit(
@@ -73,15 +86,40 @@ def night_logit(
     return np.log(p / (1 - p))
 
 
-def e_values(
-    p: np.ndarray,  # [S] p-values
+def rise_factors(
+    nights: np.ndarray,  # [S, N] logits, oldest first; NaN before the first night
+    n_before: np.ndarray,  # [S, B] nights before each start of a rise
+    mean_before: np.ndarray,  # [S, B] their means
 ) -> np.ndarray:
-    "Return [K, S] b p^(b - 1) of p-values [S], at least 0.005, for each exponent b (Shafer et al. 2011, Statistical Science 26, 84-101)."
-    return np.stack([b * np.maximum(p, 0.005) ** (b - 1) for b in BETS])
+    """Return [K, S, B] Bayes factors of a rise against none, for each of EFFECTS, of the nights [S, N] of sensors and B starts; 1 without nights on both sides.
+
+    A one-sided two-sample t-test; the size of the rise in standard deviations is half-normal (Goenen et al. 2005, "The Bayesian two-sample
+    t test", The American Statistician 59, 252-257).
+    """
+    from scipy.special import stdtr
+
+    known = np.isfinite(nights)
+    n = np.maximum(known.sum(1), 1)[:, None]
+    mean = np.where(known, nights, 0).sum(1)[:, None] / n
+    squares = np.square(np.where(known, nights - mean, 0)).sum(1)[:, None] + (n - 1) * _MIN_SD**2
+    n_after = n - n_before
+    rise = (mean - mean_before) * n / np.maximum(n_after, 1)
+    weight = n_before * n_after / n * EFFECTS
+    fit = n_before * n_after / n * rise**2 / np.maximum(squares, _MIN_SD**2) * weight / (1 + weight)
+    fit = np.minimum(fit, 1 - 1e-12)
+    t = np.sign(rise) * np.sqrt((n - 1) * fit / (1 - fit))
+    odds = 2 * (1 + weight) ** -0.5 * (1 - fit) ** ((1 - n) / 2) * stdtr(np.maximum(n - 1, 1), t)
+    return np.where((n_before > 0) & (n_after > 0), odds, 1.0)
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #c43761df
+WINDOW = 30  # last usable nights of a sensor that are compared
+_STARTS = 20  # last nights on which a rise may have begun
+_MOST = 10.0  # e-value of a night
+_LEAST = 0.1
+
+
 class Evidence:
-    """Evidence of S sensors: R_t = (1 + R_(t-1)) e_t, mean over the betting functions.
+    """Evidence of S sensors: R_t = (1 + R_(t-1)) e_t, mean over EFFECTS.
 
     The mean of R_t over normal nights is at most t for any e-values, hence the mean number of normal nights until R reaches A is at least A
     (Shin, Ramdas and Rinaldo 2023, "E-detectors", New England Journal of Statistics in Data Science 2, 229-260). A visit restarts the
@@ -91,7 +129,8 @@ class Evidence:
     def __init__(self, n_sensors: int):
         # [S]: nights so far, mean of their logits, sum of squared deviations
         self.n, self.mean, self.m2 = np.zeros((3, n_sensors))
-        self.r = np.zeros((len(BETS), n_sensors))  # [K, S]
+        self.nights = np.full((n_sensors, WINDOW), np.nan)  # the last ones, oldest first
+        self.r = np.zeros((len(EFFECTS), n_sensors))  # [K, S]
 
     @property
     def value(self) -> np.ndarray:
@@ -101,24 +140,77 @@ class Evidence:
     def add(
         self,
         x: np.ndarray,  # [S] logit of the night; NaN: no usable recording, nothing changes
-    ) -> np.ndarray:
-        "Add a night [S] of logits, NaN without a usable recording; returns its p-values [S], NaN where it was not compared."
-        from scipy.special import stdtr
-
+    ) -> None:
+        "Add a night [S] of logits, NaN without a usable recording."
         here = np.isfinite(x)
-        compared = here & (self.n >= MIN_NIGHTS)
-        p = np.full(len(x), np.nan)
-        n = self.n[compared]
-        # identical scores have no deviation
-        sd = np.maximum(np.sqrt(self.m2[compared] / np.maximum(n - 1, 1)), 0.05)
-        t = (x[compared] - self.mean[compared]) / (sd * np.sqrt(1 + 1 / np.maximum(n, 1)))
-        p[compared] = stdtr(n - 1, -t)
-        self.r[:, compared] = np.minimum((1 + self.r[:, compared]) * e_values(p[compared]), 1e12)
+        nights = np.column_stack([self.nights[here], x[here]])
+        known = np.isfinite(nights)
+        before = known.cumsum(1)[:, -_STARTS - 1 : -1]
+        total = np.where(known, nights, 0).cumsum(1)[:, -_STARTS - 1 : -1]
+        odds = [
+            np.where(before > 0, rise_factors(some, before, total / np.maximum(before, 1)), 0).sum(2)
+            for some in (nights[:, :-1], nights)
+        ]
+        e = _LEAST + (1 - _LEAST) * odds[1] / np.maximum(odds[0], 1e-300)
+        r = np.minimum((1 + self.r[:, here]) * np.minimum(e, _MOST), 1e12)
+        self.r[:, here] = np.where(before[:, -1] > 0, r, 0)
+        self.nights[here] = nights[:, 1:]
         self.n = self.n + here
         delta = np.where(here, x, self.mean) - self.mean
         self.mean = self.mean + delta / np.maximum(self.n, 1)
         self.m2 = self.m2 + delta * (np.where(here, x, self.mean) - self.mean)
-        return p
+
+
+def start_of_rise(
+    nights: np.ndarray,  # [N] logits, at least two
+    least: float = 0.0,  # Bayes factor
+) -> int:
+    "Return the index of the first night of the most probable rise; 0 where its factor is below `least`."
+    before = np.arange(1, len(nights))[None]
+    means = nights.cumsum()[None, :-1] / before
+    factors = rise_factors(nights[None], before, means).mean(0)[0]
+    return 1 + int(factors.argmax()) if factors.max() >= least else 0
+
+
+@lru_cache(8)
+def nights_to_list(budget: Budget) -> np.ndarray:
+    """Return the nights that a clear leak needs until it is listed, by the nights before it, from 1 to WINDOW.
+
+    Its logit rises by six standard deviations. A later leak needs no more nights than one after WINDOW nights; the shortest history in which a
+    leak can be listed is the least sum of both.
+    """
+    quiet = np.arange(1, WINDOW + 1)
+    evidence = Evidence(WINDOW)
+    needed = np.full(WINDOW, 0)
+    for k in range(3 * WINDOW):
+        evidence.add(np.where(k % 2, 0.5, -0.5) + 3 * (k >= quiet))
+        needed = np.where((needed == 0) & (evidence.value >= budget.limit), k + 1 - quiet, needed)
+    return needed
+
+
+def first_listing(budget: Budget) -> int:
+    "Return the first night of a sensor on which evidence can list a leak."
+    return int((np.arange(1, WINDOW + 1) + nights_to_list(budget)).min())
+
+
+def first_nights(
+    budget: Budget,
+    nights: int,  # of the sensor that has most
+    n_sensors: int,
+    n_places: int,  # without a leak, that the model was evaluated on
+) -> str:
+    "Say from which night on a leak can be listed; empty from that night on."
+    first = first_listing(budget)
+    if nights >= first:
+        return ""
+    # a p-value of 0.05 needs so many places
+    start = MIN_NIGHTS if n_places >= 19 else max(MIN_NIGHTS, math.ceil(budget.nights_at_start / n_sensors))
+    later = nights_to_list(budget)
+    return (
+        f"First nights ({nights} of {first}): a leak can be listed from about night {first} of a sensor on, one that is older than the recordings from "
+        f"night {start} on ({how_many(n_sensors, 'sensor')}, budget {budget.per_100_nights:g}); a clear one that begins after 5, 10 or 20 quiet nights takes "
+        f"{later[4]}, {later[9]} or {later[19]} nights. Until then look at the high scores: they are too few nights to be sure."
+    )
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #42d6e0ad
 def read_features(
@@ -194,14 +286,41 @@ def flags_of(silent: bool, dry: bool, clipped_share: float) -> str:
     return " ".join(compress(UNUSABLE, (silent, dry, clipped_share >= 0.01)))
 
 
-def read_visits(file: Path) -> dict[str, str]:
-    "Read the night of the last visit to each sensor from a CSV file with the columns sensor and night; raises DataError."
-    visits: dict[str, str] = {}
+OUTCOMES = ("leak", "no_leak", "not_found", "no_access")  # of a visit
+
+
+@dataclass(frozen=True)
+class Visit:
+    "A visit of a crew to a sensor: a row of the table of visits."
+
+    sensor: str
+    night: str  # the last one before the visit, YYYY-MM-DD
+    outcome: str = ""  # of OUTCOMES; empty: not told, as in the table of two columns
+    by: str = ""  # the person
+    when: str = ""  # of the entry, ISO 8601 in UTC
+    reason: str = ""  # why the list named the sensor, or NOT_LISTED; empty: not told
+    note: str = ""
+
+
+NOT_LISTED = "not listed"
+_VISIT_COLUMNS = tuple(f.name for f in fields(Visit))
+
+
+def visit_night(text: str) -> str:  # YYYY-MM-DD; raises ValueError
+    "Read the night of a visit; a spreadsheet adds midnight to a date."
+    text = re.sub(r"[ T]0?0:00(:00(\.0+)?)?$", "", dashed_date(text), flags=re.ASCII)
+    return date.fromisoformat(text).isoformat()
+
+
+def read_all_visits(file: Path) -> list[Visit]:
+    """Read a CSV file of visits with the columns sensor and night, and the others of `Visit` if it has them; raises DataError.
+
+    A row corrects an earlier one of the same sensor and night.
+    """
+    visits: dict[tuple[str, str], Visit] = {}
     for line, row in csv_table(file, read_text(file), ["night"]).records("sensor", "night"):
         try:
-            # a spreadsheet adds midnight to a date
-            text = re.sub(r"[ T]0?0:00(:00(\.0+)?)?$", "", dashed_date(row["night"]), flags=re.ASCII)
-            night = date.fromisoformat(text).isoformat()
+            night = visit_night(row["night"])
         except ValueError as e:
             raise DataError(
                 f"line {line}: the night of a visit is not a date",
@@ -210,11 +329,106 @@ def read_visits(file: Path) -> dict[str, str]:
                 found=repr(row["night"][:80]),
                 remedy="write the nights like 2025-11-09 or 9.11.2025; 11/9/2025 is another day in another country",
             ) from e
-        sensor = text_key(row["sensor"])
-        visits[sensor] = max(night, visits.get(sensor, ""))
+        outcome = re.sub("[ -]", "_", row.get("outcome", "").casefold())
+        if outcome not in ("", *OUTCOMES):
+            raise DataError(
+                f"line {line}: the outcome of a visit is unknown",
+                code="invalid-visits",
+                path=file,
+                found=repr(row["outcome"][:80]),
+                expected=", ".join(OUTCOMES),
+            )
+        told = {name: row.get(name, "") for name in _VISIT_COLUMNS}
+        visit = Visit(**told | {"sensor": text_key(row["sensor"]), "night": night, "outcome": outcome})
+        visits[visit.sensor, night] = visit
+    return list(visits.values())
+
+
+def read_visits(file: Path) -> dict[str, str]:
+    "Read the night of the last visit to each sensor, without visits that had no access; raises DataError."
+    visits: dict[str, str] = {}
+    for x in read_all_visits(file):
+        if x.outcome != "no_access":
+            visits[x.sensor] = max(x.night, visits.get(x.sensor, ""))
     return visits
 
+
+def add_visit(file: Path, visit: Visit) -> int:  # visits in the table
+    "Add a row to a table of visits, which is made if needed; all rows are checked and written together. Raises DataError, OutputError."
+    with OutputLock(file):
+        text = read_text(file) if file.exists() else ",".join(_VISIT_COLUMNS)
+        if file.exists():
+            read_all_visits(file)
+        table = csv_table(file, text, ["night"])
+        if lacking := {"sensor", "night", "outcome"} - set(table.columns):
+            raise DataError(
+                f"the table of visits has no column {min(lacking)}",
+                code="table-columns",
+                path=file,
+                found=", ".join(map(show_path, table.names))[:500],
+                expected=",".join(_VISIT_COLUMNS),
+                remedy="add the column to the table, or name another file with --table",
+            )
+        row = io.StringIO()
+        writer = csv.writer(row, delimiter=table.delimiter, lineterminator="\n")
+        writer.writerow([getattr(visit, name, "") for name in table.columns])
+        write_whole(file, f"{text.rstrip()}\n{row.getvalue()}")
+        return len(read_all_visits(file))
+
+
+def recordings_of_visit(
+    history: History, sensor: str, visit: Visit, after: str
+) -> list[tuple[str, str, str]]:
+    """Return path, digest and night of the recordings that the outcome of a visit labels: of the nights before it, at most WINDOW, later than another night.
+
+    A leak was not there before the scores rose: without a clear rise it labels the last three nights only.
+    """
+    rows = history.query(
+        "SELECT night, score FROM nights WHERE sensor = ? AND night <= ? AND night > ? AND score IS NOT NULL ORDER BY night DESC LIMIT ?",
+        (sensor, visit.night, after, WINDOW),
+    )
+    if not rows:
+        return []
+    nights, scores = zip(*rows[::-1], strict=True)
+    first = 0
+    if visit.outcome == "leak":
+        rise = start_of_rise(night_logit(np.array(scores)), _MOST) if len(nights) > 1 else 0
+        first = rise or max(0, len(nights) - RECENT_NIGHTS)
+    return history.query(
+        "SELECT path, digest, night FROM recordings WHERE sensor = ? AND night BETWEEN ? AND ? AND flags = '' ORDER BY night, digest",
+        (sensor, nights[first], visit.night),
+    )
+
+
+def visit_results(visits: Sequence[Visit], sensor_nights: int) -> dict[str, Any]:
+    """Return what visits with an outcome found, with 95 % intervals (Clopper and Pearson; Garwood); empty without one.
+
+    Visits that the list did not ask for, audits among them, count as leaks that it missed, or not at all.
+    """
+    from scipy.special import betaincinv, gammaincinv
+
+    known = [v for v in visits if v.outcome in OUTCOMES[:3]]
+    asked = [v.outcome == "leak" for v in known if v.reason not in (NOT_LISTED, "audit")]
+    n = len(asked)
+    leaks = sum(asked)
+    if not known or not sensor_nights:
+        return {}
+    false = n - leaks
+    low = float(betaincinv(leaks, false + 1, 0.025)) if leaks else 0.0
+    high = float(betaincinv(leaks + 1, false, 0.975)) if false else 1.0
+    rates = [float(gammaincinv(false, 0.025)) if false else 0.0, float(gammaincinv(false + 1, 0.975))]
+    return {
+        "visits": n,
+        "leaks": leaks,
+        "precision": round(leaks / n, 4) if n else None,
+        "precision_interval": [round(low, 4), round(high, 4)],
+        "false_per_100_nights": round(100 * false / sensor_nights, 4),
+        "false_interval": [round(100 * x / sensor_nights, 4) for x in rates],
+        "leaks_not_listed": sum(v.outcome == "leak" for v in known) - leaks,
+    }
+
 # %% ../../../nbs/extras/nightly/nights.ipynb #19e2d06a
+_EVIDENCE = 2  # version of the evidence: a history with another one is computed again from its recordings
 _Night = tuple[int, int, float | None, float, float, str]  # the columns from recordings to flags
 
 
@@ -253,7 +467,7 @@ def record_run(
     history.write("INSERT OR REPLACE INTO visits VALUES (?, ?)", changed.items())
     visited |= changed
     since |= dict.fromkeys(changed, "")
-    limit = repr(budget.per_100_nights)
+    limit = f"{budget.per_100_nights!r}; evidence {_EVIDENCE}"
     if history.meta("budget") != limit:  # the first night above the limit is another one
         history.set_meta("budget", limit)
         since |= dict.fromkeys(all_sensors(history), "")
@@ -268,6 +482,11 @@ def record_run(
         )
         if before and before[0][0] > visited.get(sensor, ""):
             _, first_above[k], evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k] = before[0]
+            compared = history.query(
+                "SELECT score FROM nights WHERE sensor = ? AND night < ? AND night > ? AND score IS NOT NULL ORDER BY night DESC LIMIT ?",
+                (sensor, since[sensor], visited.get(sensor, ""), WINDOW),
+            )
+            evidence.nights[k, WINDOW - len(compared) :] = night_logit(np.array(compared[::-1]).ravel())
         rows = history.query(
             "SELECT night, score, rms_db, floor_db, flags FROM recordings WHERE sensor = ? AND night >= ? ORDER BY night, digest",
             (sensor, since[sensor]),
@@ -327,7 +546,7 @@ class SensorRow:
     first_above: str  # first night above the limit; empty: never since the last visit
     reason: str  # a sentence
     health: str
-    trend: float  # of the last three nights against the nights before, in logits
+    trend: float  # size of a rise for which there is evidence, in logits, else 0
     last_night: str
     nights: int  # since the first recording or the last visit, usable ones
     score: float | None  # median of the last usable night
@@ -341,31 +560,89 @@ SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
 _NONE = ("", "", None)  # path, digest and level of no recording
 
 
-def _reason(visit: str, own: Sequence[tuple], budget: Budget, p: float) -> str:
+RISING = "rising, not enough evidence yet"
+TOO_FEW = "too few nights to be sure"
+NO_RISE = "no evidence that they rose"
+
+
+def standing(
+    nights: float,  # since the first recording or the last visit
+    evidence: float,
+    budget: Budget,
+) -> str:  # RISING, TOO_FEW or NO_RISE
+    "Say what the nights of a sensor that is not listed show."
+    if evidence >= budget.limit / 10:
+        return RISING
+    return TOO_FEW if nights < first_listing(budget) else NO_RISE
+
+
+_Rise = tuple[str, float, float]  # first night, median scores before it and from there on
+
+
+def _rise_of(own: Sequence[tuple]) -> _Rise | None:
+    "Find the most probable rise in the nights since the last visit; None without usable nights in the last month."
+    used = [(row[0], row[5]) for row in own if row[5] is not None][-max(1, int(own[-1][4])) :]
+    if not used:
+        return None
+    scores = np.array([score for _, score in used])
+    k = start_of_rise(night_logit(scores)) if len(used) > 1 else 0
+    return used[k][0], float(np.median(scores[:k] if k else scores)), float(np.median(scores[k:]))
+
+
+def _reason(visit: str, own: Sequence[tuple], budget: Budget, p: float, rise: _Rise | None) -> str:
     "Say in a sentence why a sensor is on the list or not."
-    n, score, mean, first, evidence = own[-1][4:]
+    n, score, first, evidence = own[-1][4:]
+    when = f" on {rise[0]}, from {rise[1]:.2f} to {rise[2]:.2f}" if rise else ""
+    size = f"evidence {evidence:,.0f} with a limit of {budget.limit:,.0f}"
     if visit == "evidence":
         back = " It has fallen below the limit since." if evidence < budget.limit else ""
-        size = f"{evidence:,.0f} with a limit of {budget.limit:,.0f}"
-        return f"Scores rose against the sensor's own {how_many(round(n), 'night')}: evidence {size}; on the list since {first}.{back}"
+        return f"Scores rose{when}: {size}; on the list since {first}.{back}"
     if visit == "high from the start":
-        return f"The first nights already had higher scores than {100 * (1 - p):.0f} % of the places without a leak that the model was evaluated on."
+        others = f"than {100 * (1 - p):.0f} % of the places without a leak that the model was evaluated on"
+        return f"The first nights already had higher scores {others if p <= 0.05 else 'than all other sensors, by far'}."
     text = "Chosen at random: shows what the list misses. " if visit == "audit" else ""
-    if n <= MIN_NIGHTS:
-        return f"{text}Too few nights to compare: {n:.0f} of {MIN_NIGHTS + 1}."
+    found = standing(n, evidence, budget)
+    if found == RISING:
+        return f"{text}Scores may have risen{when}: {size}."
+    if found == TOO_FEW:
+        return f"{text}Too few nights to be sure: {n:.0f} of {first_listing(budget)}."
     last = "no usable recording" if score is None else f"median score {score:.2f}"
-    return f"{text}No evidence: last night {last}, usually {1 / (1 + np.exp(-mean)):.2f}."
+    usual = median(row[5] for row in own if row[5] is not None) if score is not None else 0.0
+    return f"{text}No evidence that scores rose: last night {last}{'' if score is None else f', usually {usual:.2f}'}."
 
 
-def _start_p_values(history: History, sensors: Iterable[str], normal: np.ndarray) -> dict[str, float]:
-    "Compare the first nights of each sensor that was not visited with groups without a leak (conformal p-value of a new group)."
-    sql = (
-        "SELECT score FROM nights WHERE sensor = ? AND score IS NOT NULL AND sensor NOT IN (SELECT sensor FROM visits) "
-        "ORDER BY night LIMIT ?"
-    )
-    first = {s: [x for (x,) in history.query(sql, (s, MIN_NIGHTS))] for s in sensors}
+def highest_from_start(
+    levels: Mapping[str, float],  # sensor -> level of its first nights
+    n: Mapping[str, float],  # sensor -> its nights
+    budget: Budget,
+) -> list[str]:
+    "Return the sensors that were far above all others in their first nights: no more than the budget allows by now, and at most one in 20."
+    ordered = sorted(levels, key=lambda s: (-levels[s], s))
+    for k in range(min(max(1, len(ordered) // 20), len(ordered) - 2), 0, -1):
+        gap, rest = (levels[ordered[a]] - levels[ordered[b]] for a, b in ((k - 1, k), (k, -1)))
+        allowed = min(n[s] for s in ordered[:k]) * len(ordered) / budget.nights_at_start
+        if k <= allowed and gap > rest / 2:
+            return ordered[:k]
+    return []
+
+
+def _high_from_start(
+    history: History, by_sensor: Mapping[str, Sequence[tuple]], normal: np.ndarray, budget: Budget
+) -> dict[str, float]:
+    """Return sensors that were not visited and whose first nights are high, with their p-values.
+
+    They are compared with groups without a leak (conformal p-value of a new group, at most 0.05), and with the other sensors (the p-value is 1 there).
+    """
+    sql = "SELECT score FROM nights WHERE sensor = ? AND score IS NOT NULL ORDER BY night LIMIT ?"
+    first = {s: [x for (x,) in history.query(sql, (s, MIN_NIGHTS))] for s in by_sensor}
     levels = {s: median(own) for s, own in first.items() if len(own) == MIN_NIGHTS}
-    return {s: float((1 + np.sum(normal >= x)) / (1 + len(normal))) for s, x in levels.items()}
+    logits = {s: float(night_logit(x)) for s, x in levels.items()}
+    found = dict.fromkeys(highest_from_start(logits, {s: by_sensor[s][-1][4] for s in levels}, budget), 1.0)
+    p_values = {s: float((1 + np.sum(normal >= x)) / (1 + len(normal))) for s, x in levels.items()}
+    # at most this share of normal new sensors is listed
+    found |= {s: p for s, p in p_values.items() if p <= 0.05}
+    visited = {s for (s,) in history.query("SELECT sensor FROM visits")}
+    return {s: p for s, p in found.items() if s not in visited}
 
 
 def _best_recordings(history: History, since: str, column: str) -> dict[str, tuple]:
@@ -387,7 +664,7 @@ def sensor_table(
     day = date.fromisoformat(last)
     since = (day - timedelta(days=28 + RECENT_NIGHTS - 1)).isoformat()
     week = (day - timedelta(days=6)).isoformat()
-    columns = "night, rms_db, floor_db, flags, n, score, mean, first_above, (r0 + r1 + r2) / 3"
+    columns = "night, rms_db, floor_db, flags, n, score, first_above, (r0 + r1 + r2) / 3"
     sql = (
         f"SELECT sensor, {columns} FROM nights INDEXED BY night_dates WHERE night >= ? ORDER BY sensor, night"
     )
@@ -396,10 +673,9 @@ def sensor_table(
     }
     newest = f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1"
     by_sensor |= {s: history.query(newest, (s,)) for s in all_sensors(history) if s not in by_sensor}
-    p_values = _start_p_values(history, by_sensor, np.asarray(normal)) if len(normal) else {}
-    # at most this share of normal new sensors is listed
-    visits = {s: "high from the start" for s, p in p_values.items() if p <= 0.05}
-    visits |= {s: "evidence" for s, own in by_sensor.items() if own[-1][7] is not None}
+    p_values = _high_from_start(history, by_sensor, np.asarray(normal), budget)
+    visits = dict.fromkeys(p_values, "high from the start")
+    visits |= {s: "evidence" for s, own in by_sensor.items() if own[-1][6] is not None}
     free = [s for s, own in by_sensor.items() if s not in visits and own[-1][0] >= week]
     # at random, but the choice of a night is always the same
     free.sort(key=lambda s: blake2b(f"{last} {s}".encode("utf-8", "surrogateescape")).digest())
@@ -408,21 +684,27 @@ def sensor_table(
     loudest = _best_recordings(history, week, "rms_db")
     rows = []
     for s, own in by_sensor.items():
-        reason = _reason(visits.get(s, ""), own, budget, p_values.get(s, 1.0))
         visit, health = visits.get(s, ""), sensor_health(own, last)
-        rows.append(_row(s, own, visit, reason, health, best.get(s, _NONE), loudest.get(s, _NONE)))
+        rise = _rise_of(own) if visit == "evidence" or own[-1][7] >= budget.limit / 10 else None
+        reason = _reason(visit, own, budget, p_values.get(s, 1.0), rise)
+        rows.append(_row(s, own, visit, reason, health, rise, best.get(s, _NONE), loudest.get(s, _NONE)))
     places = {"evidence": 0, "high from the start": 1, "audit": 2, "": 3}
     rows.sort(key=lambda r: (places[r.visit], -r.evidence, -(r.score or 0.0), r.sensor))
     return [replace(r, rank=k) for k, r in enumerate(rows, 1)]
 
 
 def _row(
-    sensor: str, own: Sequence[tuple], visit: str, reason: str, health: str, best: tuple, loudest: tuple
+    sensor: str,
+    own: Sequence[tuple],
+    visit: str,
+    reason: str,
+    health: str,
+    rise: _Rise | None,
+    best: tuple,
+    loudest: tuple,
 ) -> SensorRow:
-    night, *_, n, _, _, first_above, evidence = own[-1]
+    night, *_, n, _, first_above, evidence = own[-1]
     scores = [row[5] for row in own if row[5] is not None]
-    logits = night_logit(np.array(scores)).tolist()
-    recent, earlier = logits[-RECENT_NIGHTS:], logits[:-RECENT_NIGHTS]
     return SensorRow(
         rank=0,
         sensor=sensor,
@@ -431,7 +713,7 @@ def _row(
         first_above=first_above or "",
         reason=reason,
         health=health,
-        trend=round(median(recent) - median(earlier), 3) if earlier else 0.0,
+        trend=round(float(night_logit(rise[2]) - night_logit(rise[1])), 3) if rise else 0.0,
         last_night=night,
         nights=int(n),
         score=scores[-1] if scores else None,

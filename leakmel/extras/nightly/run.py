@@ -7,15 +7,18 @@ __all__ = ['SENSORS_CSV', 'SENSORS_JSON', 'VISITS_HTML', 'FORMAT', 'MAX_NAMED', 
 
 # %% ../../../nbs/extras/nightly/run.ipynb #1e36045d
 import base64
+import csv
+import io
 import json
 import math
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -26,10 +29,20 @@ import pandas as pd
 
 import leakmel
 from leakmel.core.comparison import text_key
-from leakmel.core.errors import DataError, OutputError, UsageError, require_count, show_path
+from leakmel.core.errors import (
+    DataError,
+    OutputError,
+    UsageError,
+    missing_remedy,
+    require_choice,
+    require_count,
+    show_path,
+)
 from leakmel.core.files import replacing
+from leakmel.core.parameters import answer_unknown
 from leakmel.core.store import Folder
 from leakmel.dataset.schema import Rejected
+from leakmel.detector.data.segments import Task
 from leakmel.detector.model.card import evaluation_result, evaluation_text
 from leakmel.detector.model.detector import Detector, required_spec, to_plain
 from leakmel.detector.model.files import require_kind, require_result
@@ -40,6 +53,7 @@ from leakmel.extras.nightly.history import History, HistoryEntry, night_of
 from leakmel.mel.engines import open_engine
 from leakmel.pages.page_figures import filled, playback, png_bytes
 from leakmel.pages.plots import f32, label_colour, styled_figure
+from leakmel.recordings.labels import LABELS_COLUMNS
 from leakmel.recordings.listing import Listing
 from leakmel.recordings.manifest import Manifest, scan
 from leakmel.recordings.naming import TIME_FORMS, NameParts, guess_pattern, unread_times
@@ -282,6 +296,8 @@ class NightlyRun:
     curves: Mapping[str, list[float]]  # sensor of the list -> evidence of its last nights
     notes: tuple[str, ...] = ()  # on tables of recordings and visits
     seconds: float = 0.0
+    places: int = 0  # without a leak, that the model was evaluated on
+    results: Mapping[str, Any] = field(default_factory=dict)  # of visits, as of `nights.visit_results`
 
     @property
     def last_night(self) -> str:
@@ -297,11 +313,18 @@ class NightlyRun:
     def high_scores(self) -> str:
         "Name the sensors whose last score is at least 0.5, without enough evidence for a visit; empty: none."
         high = (r for r in self.sensors if r.visit not in LISTED and (r.score or 0.0) >= 0.5)
-        found = sorted(high, key=lambda r: -(r.score or 0.0))
-        names = [f"{r.sensor} {r.score:.2f} ({how_many(r.nights, 'night')})" for r in found[:MAX_NAMED]]
-        are_new = all(r.nights <= nights.MIN_NIGHTS for r in found)
-        why = "too few nights to be sure" if are_new else "no evidence that they rose"
-        return f"High scores, {why} ({len(found):,}): {', '.join(names)}" if found else ""
+        found: dict[str, list[str]] = {nights.RISING: [], nights.TOO_FEW: [], nights.NO_RISE: []}
+        for r in sorted(high, key=lambda r: -(r.score or 0.0)):
+            name = f"{r.sensor} {r.score:.2f} ({how_many(r.nights, 'night')})"
+            found[nights.standing(r.nights, r.evidence, self.budget)].append(name)
+        parts = [f"{why} ({len(x):,}): {', '.join(x[:MAX_NAMED])}" for why, x in found.items() if x]
+        return f"High scores, {'; '.join(parts)}" if parts else ""
+
+    @property
+    def first_nights(self) -> str:
+        "Say in the first nights from which night on a leak can be listed; empty later."
+        most = max((r.nights for r in self.sensors), default=0)
+        return nights.first_nights(self.budget, most, len(self.sensors), self.places) if most else ""
 
     @property
     def headline(self) -> str:
@@ -309,6 +332,20 @@ class NightlyRun:
         n = sum(r.visit == "audit" for r in self.sensors)
         audits = f", and {how_many(n, 'random audit visit')}" if n else ""
         return f"{len(self.to_visit):,} of {len(self.sensors):,} sensors to visit for their scores{audits}"
+
+    @property
+    def visit_results(self) -> str:
+        "Say what the visits found so far; empty without outcomes."
+        if not self.results:
+            return ""
+        r = self.results
+        low, high = r["precision_interval"]
+        found = f"{r['leaks']} of {how_many(r['visits'], 'visit')} of the list found a leak"
+        found += f" ({100 * low:.0f} to {100 * high:.0f} %)" if r["visits"] else ""
+        low, high = r["false_interval"]
+        rate = f"{r['false_per_100_nights']:.2g} false visits per 100 sensor-nights ({low:.2g} to {high:.2g}; the budget is {self.budget.per_100_nights:g})"
+        missed = how_many(r["leaks_not_listed"], "leak")
+        return f"Visits so far: {found}, {rate}; {missed} that the list had not named"
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -331,6 +368,7 @@ class NightlyRun:
             "false_visits_per_100_nights": self.budget.per_100_nights,
             "evidence_limit": self.budget.limit,
             "warnings": list(self.warnings),
+            "visit_results": dict(self.results),
             "drift": None if self.drift is None else self.drift.to_dict(),
             "sensors": [asdict(r) for r in self.sensors],
         }
@@ -370,7 +408,7 @@ class NightlyRun:
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
-                *[f"  {self.high_scores}"] * bool(self.high_scores),
+                *(f"  {text}" for text in (self.high_scores, self.first_nights) if text),
                 f"  visits, each with its reason: {show_path(self.state / VISITS_HTML)}",
                 *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
                 *(
@@ -383,6 +421,7 @@ class NightlyRun:
                 *(f"  {text}" for text in self.warnings),
                 f"  detector: {self.evaluation}",
                 f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
+                *[f"  {self.visit_results}"] * bool(self.visit_results),
                 f"  tables in {show_path(self.state)}",
             ]
         )
@@ -512,7 +551,7 @@ _TEMPLATE = """
 <circle cx='{{ points[-1][0] }}' cy='{{ points[-1][1] }}' r='2.5' class='dot'/></svg>{% endmacro %}
 <h1>Sensors to visit</h1>
 <p class='verdict{{ ' hot' if done.to_visit }}'>{{ done.headline }} after the night of {{ done.last_night or '(none)' }}</p>
-{%- for text in [done.high_scores] + done.warnings | list if text %}
+{%- for text in [done.high_scores, done.first_nights] + done.warnings | list if text %}
 <p class='warning'>{{ text }}{% if drift and text == drift.warning %}
 See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/retraining.ipynb</code>.{% endif %}</p>
 {%- endfor %}
@@ -521,13 +560,17 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 ({{ whole(listed|selectattr('visit', 'eq', 'audit')|list|length) }}): they show what the list misses.</p>
 <p class='facts'>Detector: {{ done.evaluation }}</p>
 <p class='facts'>Loggers to check: {{ whole(done.sensors|rejectattr('health', 'eq', 'ok')|list|length) }}</p>
+{%- if done.visit_results %}
+<p class='facts'>{{ done.visit_results }}</p>
+{%- endif %}
+<p class='facts'>After a visit: <code>leakmel visited {{ quoted(listed[0].sensor if listed else 'SENSOR') }} {{ done.last_night }} leak --state DIR</code>
+(or no_leak, not_found, no_access; the night is the last one before the visit)</p>
 {%- if listed %}
 <div class='scroll'><table class='visits'><thead>
 <tr><th class='n'>rank</th><th>sensor</th><th>why</th><th>evidence over nights</th><th>recording with the highest score</th></tr>
 </thead><tbody>{%- for r in listed %}
 <tr><td class='n'>{{ r.rank }}</td><td><div class='sensor'>{{ r.sensor }}</div>{{ badge(r.visit) }}</td>
-<td class='why'>{{ r.reason }}<div class='facts'>trend
-{{ 'steady' if r.trend|abs < 0.5 else 'rising' if r.trend > 0 else 'falling' }} ({{ '{:+.1f}'.format(r.trend) }}); health {{ health(r.health) }};
+<td class='why'>{{ r.reason }}<div class='facts'>health {{ health(r.health) }};
 {{ how_many(r.nights, 'night') }}{% if r.first_above %}<br>above the limit since {{ r.first_above }}{% endif %}</div></td>
 <td>{% if r.visit == 'evidence' %}{{ curve(r.sensor, done.curves.get(r.sensor)) }}
 <div class='name'>{{ evidence(r.evidence) }}, limit {{ whole(limit) }}</div>{% else %}
@@ -558,11 +601,11 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {{ how_many(n_lost, 'sensor') }} without valid coordinates not drawn.{% endif %}</p>
 {%- endif %}
 <h2>All sensors</h2>
-<div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>trend</th>
+<div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>rise</th>
 <th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
 </thead><tbody>{%- for r in done.sensors[:most] %}
 <tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }}</td><td>{{ health(r.health) }}</td>
-<td class='n'>{{ evidence(r.evidence) }}</td><td class='n'>{{ '{:+.1f}'.format(r.trend) }}</td>
+<td class='n'>{{ evidence(r.evidence) }}</td><td class='n'>{{ '{:+.1f}'.format(r.trend) if r.trend }}</td>
 <td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td>
 <td class='n'>{{ '' if r.loudest_db is none else '{:.0f}'.format(r.loudest_db) }}</td><td class='n'>{{ r.nights }}</td><td>{{ r.last_night }}</td></tr>
 {%- endfor %}</tbody></table></div>
@@ -601,6 +644,7 @@ def visits_page(
         PAGE_BEGINS + _TEMPLATE,
         evidence_points=evidence_points,
         how_many=how_many,
+        quoted=shlex.quote,
         whole="{:,.0f}".format,
         days=nights.RECENT_DAYS,
         style=_STYLE,
@@ -670,6 +714,10 @@ def drift_plot(done: "NightlyRun") -> Any:  # go.Figure
     )
 
 # %% ../../../nbs/extras/nightly/run.ipynb #0fe27017
+VISITS_CSV = "visits.csv"  # of `record_visit`, which a person may edit
+VISIT_LABELS_CSV = "visit_labels.csv"
+
+
 def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; raises OutputError
     "Refuse a state folder among the recordings, and other files in the place of the tables."
     target = Path(os.path.abspath(state))
@@ -681,18 +729,21 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
         )
     kind = "table of a nightly run"
     require_kind(target / SENSORS_CSV, kind, lambda file: has_columns(file, nights.SENSOR_COLUMNS))
+    require_kind(target / VISIT_LABELS_CSV, "table of labels", lambda file: has_columns(file, LABELS_COLUMNS))
     require_result(target / SENSORS_JSON, kind, f'{{"format": "{FORMAT}"'.encode())
     require_result(target / VISITS_HTML, kind, PAGE_BEGINS.encode())
     return target
 
 
-def write_tables(done: NightlyRun, page: str) -> None:
-    "Write sensors.csv, sensors.json and visits.html; raises OutputError, SpaceError."
+def write_tables(done: NightlyRun, page: str, labels: str) -> None:
+    "Write sensors.csv, sensors.json, visits.html and, with visits, visit_labels.csv; raises OutputError, SpaceError."
     texts = {
         SENSORS_CSV: done.table.to_csv(index=False),
         SENSORS_JSON: json.dumps(done.body, ensure_ascii=True) + "\n",
         VISITS_HTML: page,
     }
+    if labels:
+        texts[VISIT_LABELS_CSV] = labels
     with ExitStack() as stack:
         for name, text in texts.items():
             new = stack.enter_context(replacing(done.state / name))
@@ -751,7 +802,8 @@ def nightly(
     require_count("audits", audits, 0, 1000)
     source = Folder(folder)
     target = _check_state(state, source.path)
-    visits = {} if visited is None else nights.read_visits(Path(visited))
+    table = target / VISITS_CSV if visited is None else Path(visited)
+    visits = nights.read_visits(table) if visited is not None or table.exists() else {}
     detector, named = detector_of(model)
     digest = model_digest(detector)
     files = _find(source, manifest, time_from, progress)
@@ -782,7 +834,8 @@ def nightly(
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
         nights.keep_reference(history, detector, reference)
         history.commit()
-        rows = nights.sensor_table(history, rule, normal=nights.normal_medians(detector), audits=audits)
+        normal = nights.normal_medians(detector)
+        rows = nights.sensor_table(history, rule, normal=normal, audits=audits)
         done = NightlyRun(
             folder=files.folder,
             state=target,
@@ -794,13 +847,18 @@ def nightly(
             rejected=tuple(sorted(files.rejected, key=lambda r: r.path)),
             sensors=tuple(rows),
             drift=nights.drift_of(history, nights.stored_reference(history)),
-            curves={
-                r.sensor: [x for (x,) in history.query(_CURVE, (r.sensor,))][::-1] for r in rows if r.visit
-            },
+            curves=_curves(history, rows),
+            places=len(normal),
+            results=_results(history, table),
             notes=(*_notes(files, pattern), *ignored),
         )
-        write_tables(done, visits_page(done, _clips(done, files.paths, detector), _places(rows, manifest)))
+        page = visits_page(done, _clips(done, files.paths, detector), _places(rows, manifest))
+        write_tables(done, page, visit_labels(history, table, detector.task))
     return replace(done, seconds=time.perf_counter() - began)
+
+
+def _curves(history: History, rows: Iterable[nights.SensorRow]) -> dict[str, list[float]]:
+    return {r.sensor: [x for (x,) in history.query(_CURVE, (r.sensor,))][::-1] for r in rows if r.visit}
 
 
 def _counts(files: _Files, n_added: int) -> RunCounts:
@@ -852,3 +910,88 @@ def _sort_visits(
         f"sensors are named like {names} (format their column as text: a spreadsheet turns 000123 into 123)"
     )
     return used, [note] if ignored else []
+
+# %% ../../../nbs/extras/nightly/run.ipynb #vi0000b2
+def _results(history: History, table: Path) -> dict[str, Any]:
+    "Return what the visits of a table to known sensors found."
+    if not table.exists():
+        return {}
+    known = set(map(text_key, nights.all_sensors(history)))
+    visits = [v for v in nights.read_all_visits(table) if v.sensor in known]
+    ((n,),) = history.query("SELECT count(*) FROM nights WHERE usable > 0")
+    return nights.visit_results(visits, n)
+
+
+def visit_labels(history: History, table: Path, task: Task) -> str:
+    """Return the labels of recordings that follow from visits, as the content of a labels.csv; empty without a table.
+
+    `leak` and `no_leak` label nights before the visit; the second only if the detector has one other label.
+    """
+    if not table.exists():
+        return ""
+    known = {text_key(sensor): sensor for sensor in nights.all_sensors(history)}
+    others = [name for name in task.class_names if name != task.leak_label]
+    label_of = {"leak": task.leak_label} | ({"no_leak": others[0]} if len(others) == 1 else {})
+    text, before = io.StringIO(), dict[str, str]()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(LABELS_COLUMNS)
+    for v in sorted(nights.read_all_visits(table), key=lambda v: (v.sensor, v.night)):
+        if v.sensor not in known or v.outcome == "no_access":
+            continue
+        after = before.get(v.sensor, "")
+        before[v.sensor] = v.night
+        if v.outcome in label_of:
+            when = v.when or f"{v.night}T12:00:00Z"
+            for path, digest, night in nights.recordings_of_visit(history, known[v.sensor], v, after):
+                note = f"visit after {v.night}, night {night}"
+                writer.writerow((path, digest, label_of[v.outcome], v.by or "visit", when, note))
+    return text.getvalue()
+
+
+def record_visit(
+    state: str | os.PathLike,  # state folder of `nightly`
+    sensor: str,
+    night: str,  # the last one before the visit
+    outcome: str,  # of `nights.OUTCOMES`
+    *,
+    by: str = "",  # the person
+    note: str = "",
+    table: str | os.PathLike | None = None,  # CSV file; None: visits.csv in the state folder
+) -> tuple[nights.Visit, Path, int]:  # the row, the table, and its visits; raises LeakmelError
+    "Write a visit into the table of visits."
+    listed = Path(state) / SENSORS_JSON
+    if not listed.is_file():
+        raise DataError(
+            "this is not the state folder of a nightly run",
+            code="no-such-file",
+            path=listed,
+            remedy=missing_remedy(listed, "give the folder of leakmel nightly --state"),
+        )
+    body = json.loads(listed.read_text(encoding="utf-8"))
+    reasons = {row["sensor"]: row["visit"] for row in body["sensors"]}
+    known = {text_key(name): name for name in reasons}
+    if text_key(sensor) not in known:
+        raise UsageError(
+            f"the sensor is not in the list of the last run: {answer_unknown(sensor, reasons)}",
+            code="invalid-visits",
+            found=show_path(sensor[:80]),
+            expected=f"one of {how_many(len(known), 'sensor')}, for example {', '.join(list(reasons)[:3])}",
+        )
+    latest = (datetime.fromisoformat(body["last_night"]) + timedelta(days=7)).date().isoformat()
+    try:
+        day = nights.visit_night(night)
+    except ValueError:
+        day = ""
+    if not _FIRST_DAY <= day <= latest:
+        raise UsageError(
+            "the night of a visit must be a date, at most a week after the last night",
+            code="invalid-visits",
+            found=repr(night[:80]),
+            expected=f"YYYY-MM-DD, for example {body['last_night']}",
+        )
+    require_choice("outcome", outcome, nights.OUTCOMES)
+    name = known[text_key(sensor)]
+    when = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    visit = nights.Visit(name, day, outcome, by, when, reasons[name] or nights.NOT_LISTED, note)
+    file = Path(state) / VISITS_CSV if table is None else Path(table)
+    return visit, file, nights.add_visit(file, visit)
