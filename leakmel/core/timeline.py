@@ -587,12 +587,14 @@ def _other_batch(
     sizes = np.array([s.n_files for s in spans])
     if not sizes.any():
         return None
-    n_files, full = int(sizes.sum()), int(sizes.max())
+    n_files = int(sizes.sum())
+    full = int(sizes.max())
     if len(spans) < n_lanes and full > 1:
         why = f"{len(spans)} batches kept {len(spans)} of {n_lanes} threads busy"
         return max(1, n_files // (2 * n_lanes)), why
     most = min(4 * full * math.ceil(SHORT_BATCH_S / batch_s), n_files // (2 * n_lanes))
-    seconds, is_small = np.array([s.seconds for s in spans]), sizes <= full / 2
+    seconds = np.array([s.seconds for s in spans])
+    is_small = sizes <= full / 2
     full_s = float(np.median(seconds[sizes == full]))
     small_s = float(seconds[is_small].mean()) if is_small.any() else 0.0
     if most < 2 * full or max(SHORT_BATCH_S - batch_s, small_s - 0.75 * full_s) < 0:

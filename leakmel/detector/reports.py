@@ -39,7 +39,8 @@ def score_histogram(predictions: Predictions) -> "go.Figure":
     if not len(predictions):
         return style.styled_figure([], "No recording was scored", height=120)
     table = predictions.table
-    threshold, score = predictions.rule.threshold, table["score"].to_numpy()
+    threshold = predictions.rule.threshold
+    score = table["score"].to_numpy()
     edges = np.linspace(0, 1, _N_BINS + 1)
     parts = (("no leak", table["score"][~table["leak"]]), ("leak", table["score"][table["leak"]]))
     traces = [

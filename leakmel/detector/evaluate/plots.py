@@ -199,7 +199,8 @@ def confusion_figure(
         ]
         # right ones blue, wrong ones red
         cells = {"z": [style.f32(np.array([[1, -1], [-1, 1]]) * share)], "text": [text]}
-        missed, alarms = counted(int(counts[0, 1]), "leak"), counted(int(counts[1, 0]), "false alarm")
+        missed = counted(int(counts[0, 1]), "leak")
+        alarms = counted(int(counts[1, 0]), "false alarm")
         per_100 = f"{100 * called.mean():.0f} alarms per 100"
         return [
             cells,

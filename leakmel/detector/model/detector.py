@@ -154,7 +154,8 @@ def _score_parts(score: Callable[..., Tensor], parts: Iterable[tuple[Tensor, ...
     Several parts, which lie on the CPU, are scored in threads, each with one thread of torch: threads inside a layer
     would wait for each other in every layer.
     """
-    parts, n_threads = list(parts), torch.get_num_threads()
+    parts = list(parts)
+    n_threads = torch.get_num_threads()
     if len(parts) == 1 or n_threads == 1:
         return torch.cat([score(*part) for part in parts])
 

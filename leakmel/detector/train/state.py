@@ -425,14 +425,15 @@ def bottleneck_text(epochs: Sequence[EpochFigures]) -> str:
     parts = epoch_times(epochs).sum()
     if not parts.any():
         return ""
-    name, most_s = str(parts.idxmax()), float(parts.max())
+    most_s = float(parts.max())
     share = f"{seconds_text(most_s)} of {seconds_text(parts.sum())} ({percent_text(most_s, parts.sum())})"
-    return f"{name.upper()} BOTTLENECK: {share}"
+    return f"{parts.idxmax()} bottleneck".upper() + f": {share}"
 
 # %% ../../../nbs/detector/train/state.ipynb #7b0ce51f
 def time_figures(epochs: Sequence[EpochFigures]) -> dict[str, Any]:
     "Draw the parts of each epoch, and use of GPU, memory and bus; figures of Plotly by name, none without an epoch."
-    parts, t = epoch_times(epochs), history_table(epochs)
+    parts = epoch_times(epochs)
+    t = history_table(epochs)
     if not len(t):
         return {}
     bars = [
