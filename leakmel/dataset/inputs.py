@@ -544,7 +544,7 @@ def propose_build(
     options: Sequence[str] = (),
 ) -> BuildProposal:
     "Propose the first build of a folder."
-    manifest, pattern = with_guess(manifest)
+    manifest, pattern = (manifest, "") if "--pattern" in options else with_guess(manifest)
     options = [*options, *["--pattern", pattern] * bool(pattern)]
     has_splits = bool(manifest.listings) and bool(manifest.listings[0].split)
     stem = re.sub(r"\W+", "-", Path(root).resolve().name).strip("-") or "data"

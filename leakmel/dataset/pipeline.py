@@ -773,7 +773,7 @@ def names_of(given: Mapping[str, Any]) -> dict[str, Any]:
     named = {name: given.get(name) or None for name in ("table", "columns", "pattern")}
     if given["data_root"] is None and not os.environ.get("LEAKMEL_DATA") and not any(named.values()):
         named |= (newest_recordings() or (None, {}))[1].get("named_by", {})
-    return named
+    return {name: None if text == "none" else text for name, text in named.items()}
 
 
 def table_hints(given: Mapping[str, Any], how: str) -> list[str]:

@@ -47,19 +47,21 @@ class NamedRecordings(Operation):
     # columns of the table that have other names, for example sensor=pipe,recording=file
     columns: str = option("", metavar="NAME=COLUMN,...")
     # pattern of the paths without extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': fields as in --table, {*} any text, {**} any
-    # folders; with --table it reads what the table leaves empty
+    # folders; with --table it reads what the table leaves empty; none: nothing is guessed (default: sensors and times, where nine of ten names have them)
     pattern: str | None = option(None, metavar="TEXT")
 
     @property
     def named_by(self) -> dict[str, Any]:
         "What names the recordings, as arguments of `scan`; empty: their folders."
-        given = {"table": self.table, "columns": self.columns or None, "pattern": self.pattern}
+        pattern = None if self.pattern == "none" else self.pattern
+        given = {"table": self.table, "columns": self.columns or None, "pattern": pattern}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def words(self) -> list[str]:
         "The words of a command that name the recordings."
-        return [word for name, value in self.named_by.items() for word in (f"--{name}", os.fspath(value))]
+        named = self.named_by | ({} if self.pattern is None else {"pattern": self.pattern})
+        return [word for name, value in named.items() for word in (f"--{name}", os.fspath(value))]
 
 
 def with_hints(asked: Operation) -> Operation:
@@ -398,6 +400,7 @@ class Build(WithFeatures):
         from leakmel.dataset.modes import pick_mode
         from leakmel.dataset.pipeline import find_data, names_of, table_hints
         from leakmel.recordings.labels import read_labels
+        from leakmel.recordings.manifest import with_guess
 
         check_analysis(self.analysis)
         root, note = find_data(self.data_root, progress=run.progress)
@@ -406,10 +409,13 @@ class Build(WithFeatures):
             note += f"; labels by people in {show_path(self.labels)}"
         named = {name: text for name, text in names_of(vars(self)).items() if text}
         note += "".join(f"; names by {what} {show_path(v)}" for what, v in named.items())
+        manifest = lm.scan(root, **named)
+        if self.pattern is None and (guessed := with_guess(manifest))[1]:
+            manifest, named["pattern"] = guessed
+            note += f"; {GUESSED}{named['pattern']}"
         note = "; ".join(
             [note, *table_hints({**vars(self), **named, "data_root": str(root)}, "set {} = {!r}")]
         )
-        manifest = lm.scan(root, **named)
         split = self.split or "all"
         if not manifest.listings[0].split:
             if split != "all":
@@ -465,13 +471,16 @@ class Build(WithFeatures):
             return super().__call__(run)
         if self.report:
             import plotly  # noqa: F401  # a missing package is an error now, not after the build
+        from leakmel.recordings.manifest import with_guess
+
         root: Any = self.data_root
         given, *notes = self._given(root, run)
-        if self.listing is not None:
-            given["manifest"] = lm.Manifest.load(self.listing)
-        elif self.named_by:
+        if self.listing is None:
             split = None if self.split == "all" else self.split
-            given["manifest"] = lm.scan(root, split=split, **self.named_by, progress=run.progress)
+            manifest = lm.scan(root, split=split, **self.named_by, progress=run.progress)
+        else:
+            manifest = lm.Manifest.load(self.listing)
+        given["manifest"] = with_guess(manifest)[0] if self.pattern is None else manifest
         if self.part is not None:
             return self._build_part(given)
         given |= {"cluster": self.cluster, "upload": self.upload}
@@ -550,6 +559,9 @@ class Build(WithFeatures):
         return Outcome(made, body | {"path": show_path(made.path)}, text)
 
 # %% ../../nbs/operations/data.ipynb #92fe2a7a
+GUESSED = "sensors and times from the names: "  # and the pattern
+
+
 def build_text(result: "lm.BuildResult") -> str:
     "Return how a data set was built: the time, the engine and the page cache."
     from leakmel.dataset.publish import rate_text, reused_rows_sentence
@@ -599,6 +611,8 @@ def build_answer(
         lines.append(f"{show_path(r.path.name)}: {counted}; {r.verified.verdict}")
         split = f"{r.split}, " * (len(results) > 1)
         facts += [f"  {split}{name}{text}" for name, text in texts if text]
+    guessed = results[0].summary["named_by"].get("pattern", "") if "--pattern" not in words else ""
+    lines += [f"{GUESSED}{guessed}"] * bool(guessed)
     problems = sum((Counter(r.summary["problems_by_kind"]) for r in results), Counter[str]())
     if problems:
         scan = join(["leakmel", "scan", show_path(results[0].summary["root"]), *words, "--content"])

@@ -405,6 +405,9 @@ class Train(WithTraining):
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Train and evaluate."
+        from leakmel.detector.data.splits import recordings_table, sensor_command
+        from leakmel.detector.model.card import NO_SENSOR
+
         result = self.train(plan, run)
         evaluation = self.evaluate(plan, result, run)
         # a command in the first step is the one to paste
@@ -418,8 +421,11 @@ class Train(WithTraining):
             report["report"] = show_path(training_report(result, evaluation, plan.out / "report.html"))
             lines.insert(4, f"report: {report['report']}")
         body = run_summary(result, evaluation) | report
+        with lm.open_dataset(plan.files["training"], legacy=self.legacy) as ds:
+            named = sensor_command(recordings_table([ds], progress="none")) if NO_SENSOR in step else ""
         then = (
-            command.partition("`")[0]
+            named
+            or command.partition("`")[0]
             or f"leakmel predict FOLDER --model {quote(show_path(result.model_path))}"
         )
         return Outcome(result, body, run.answer(lines, rest, next=then))

@@ -1376,7 +1376,9 @@ def test_change_within_the_second_of_a_build_is_detected(
 def test_least_age_of_a_modification_time(monkeypatch: pytest.MonkeyPatch) -> None:
     "Two seconds where it may be a whole one, 20 ms else."
     second, fine = 1_700_000_000 * 10**9, 1_700_000_000 * 10**9 + 5
-    monkeypatch.setattr(existing, "_CLOCK_STEP_NS", 20_000_000)  # the shipped value, which other tests set to 0
+    monkeypatch.setattr(
+        existing, "_CLOCK_STEP_NS", 20_000_000
+    )  # the shipped value, which other tests set to 0
     for ctime_ns, after_ns, is_settled in (
         (second, 1_999_999_999, False),
         (second, 2_000_000_001, True),

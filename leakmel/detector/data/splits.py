@@ -22,6 +22,7 @@ from leakmel.core.errors import DataError, UsageError, require_choice, show_path
 from leakmel.dataset.reader import MelDataset
 from leakmel.detector.data.segments import LEFT_OUT, DataSource, Segments, Task, open_parts, row_blocks
 from leakmel.recordings.labels import LabelTable
+from leakmel.recordings.naming import sensor_pattern
 from leakmel.recordings.problems import Columns, Problem, content_problems
 from leakmel.recordings.wav import digest_of
 
@@ -105,12 +106,29 @@ def group_values(
         texts = [text or str(path) for text, path in zip(texts, table["path"], strict=True)]
     n_missing = texts.count("")
     if n_missing and missing == "refuse":
+        command = sensor_command(table) if isinstance(group, str) and group == "sensor" else ""
+        again = f"read them from the names ({command}), " if command else ""
         raise DataError(
             f"{n_missing:,} of {len(texts):,} recordings have no {group_name(group)}",
             code="no-group",
-            remedy="group by another column, by 'recording' (each file alone), or name the groups in a table",
+            remedy=f"{again}group by another column, by 'recording' (each file alone), or name the groups in a table",
         )
     return np.array(texts, dtype=np.str_)
+
+
+def sensor_command(table: "pd.DataFrame") -> str:
+    "Return the command that builds the data set of a table of recordings again with the sensors in their names; empty where none can be guessed."
+    from leakmel.dataset.pipeline import builds
+
+    pattern = sensor_pattern([os.fsencode(path) for path in table.get("path", ())])
+    file = table.attrs.get("data_set")
+    if not pattern or file is None:
+        return ""
+    root, facts = next(builds([file.with_name(f"{file.name}.report.json")]), ("RECORDINGS", {}))
+    out = ["--split", "all", "--out", file.parent] if facts.get("split") else ["--out", file]
+    named = {**facts.get("named_by", {}), "pattern": pattern}
+    words = [word for name, text in named.items() for word in (f"--{name}", text)]
+    return shlex.join(["leakmel", "build", *map(show_path, (root, *words, *out))])
 
 
 def group_name(group: Group) -> str:
@@ -351,7 +369,9 @@ def recordings_table(
         silent = known["silent"].to_numpy(bool) if "silent" in known else np.zeros(len(ds), bool)
         content = known["digest"].to_numpy(object) if "digest" in known else _row_content(ds, progress)
         tables.append(known.assign(content=np.where(silent, "", content)))
-    return pd.concat(tables, ignore_index=True)
+    table = pd.concat(tables, ignore_index=True)
+    table.attrs["data_set"] = sources[0].path
+    return table
 
 
 def _row_content(ds: MelDataset, progress: str) -> np.ndarray:

@@ -164,6 +164,7 @@ def evaluation_result(evaluations: Sequence[EvaluationRecord]) -> str:
     return f"{texts[found.beats]} ({found.kind}{', leaky split' if found.stamps else ''})"
 
 # %% ../../../nbs/detector/model/card.ipynb #ca000008
+NO_SENSOR = "Name the sensor of each recording"
 ENOUGH_GROUPS = 20  # with each label: below, intervals are wide (about 0.2 in AUC)
 
 
@@ -196,7 +197,7 @@ def next_steps(
         ),
         (
             by == "recording",
-            "Name the sensor of each recording, in a table or by a pattern: recordings of one sensor were trained on and scored, "
+            f"{NO_SENSOR}, in a table or by a pattern: recordings of one sensor were trained on and scored, "
             "so new sensors will give a lower figure.",
         ),
         *(
