@@ -10,6 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join, quote
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import leakmel as lm
 from leakmel.core.comparison import likely_leaks
-from leakmel.core.errors import UsageError, show_path
+from leakmel.core.errors import LeakmelError, UsageError, show_path
 from leakmel.core.operation import (
     Operation,
     Outcome,
@@ -46,8 +47,8 @@ class NamedRecordings(Operation):
     table: str | None = option(None, metavar="FILE")
     # columns of the table that have other names, for example sensor=pipe,recording=file
     columns: str = option("", metavar="NAME=COLUMN,...")
-    # pattern of the paths without extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': fields as in --table, {*} any text, {**} any
-    # folders; with --table it reads what the table leaves empty; none: nothing is guessed (default: sensors and times, where nine of ten names have them)
+    # pattern of the paths without extension, like '{label}/{session}/{sensor}~{*}~{start_time}': fields as in --table, {*} any text, {**} any
+    # folders; it reads what --table leaves empty (default: sensors and times are guessed; none: they are not)
     pattern: str | None = option(None, metavar="TEXT")
 
     @property
@@ -63,13 +64,35 @@ class NamedRecordings(Operation):
         named = self.named_by | ({} if self.pattern is None else {"pattern": self.pattern})
         return [word for name, value in named.items() for word in (f"--{name}", os.fspath(value))]
 
+    def table_command(self, root: str, manifest: "lm.Manifest", has_labels: bool) -> str:
+        """Return the command that scans with the unused table that names most recordings; empty: there is none.
+
+        Where folders have labels, it names nine of ten recordings.
+        """
+        from leakmel.recordings.labels import unused_tables
+
+        best = (0.9 * len(manifest) * has_labels, "")
+        for kind, file, where, columns in (
+            () if self.table else unused_tables(Path(root).absolute(), vars(self))
+        ):
+            with suppress(LeakmelError):
+                found = lm.scan(where, table=file, columns=columns or None, progress="none")
+                n_named = sum(int((x.label_ids >= 0).sum()) for x in found.listings)
+                there = root if where == Path(root).absolute() else os.path.relpath(where)
+                words = ["--table", os.path.relpath(file), *(["--columns", columns] if columns else [])]
+                command = join(map(show_path, ["leakmel", "scan", there, *words]))
+                best = max(best, (n_named * (kind == "table"), command), key=lambda x: x[0])
+        return best[1]
+
 
 def with_hints(asked: Operation) -> Operation:
-    "Return a command; name the tables by people that it could use and does not."
-    if asked.command.name in ("scan", "build", "train", "evaluate", "predict", "review", "nightly"):
+    "Return a command; name the tables by people that it could use and does not, once on the way to a detector."
+    if asked.command.name in ("scan", "build", "train"):
         from leakmel.dataset.pipeline import table_hints
 
-        for hint in table_hints(vars(asked), "add --{} {}"):
+        # a table of recordings was named before; people may have labelled since then
+        known = {"table": os.curdir} if asked.command.name == "train" else {}
+        for hint in table_hints(vars(asked) | known, "add --{} {}"):
             print_error(hint)
     return asked
 
@@ -122,9 +145,8 @@ class Scan(NamedRecordings):
     save: str | None = option(None, metavar="FILE")
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.dataset.inputs import propose_build
-        from leakmel.recordings.labels import unused_tables
-        from leakmel.recordings.manifest import hints, shared_groups
+        from leakmel.dataset.inputs import LABELS_DEEPER, propose_build
+        from leakmel.recordings.manifest import deeper_labels, hints, shared_groups
         from leakmel.recordings.problems import CANNOT_BE_USED, count_kinds, group_of, how_many
 
         split = None if self.split == "all" else self.split
@@ -142,12 +164,15 @@ class Scan(NamedRecordings):
             f"{name} {sum(counts.values()):,} ({', '.join(f'{show_path(x)} {k:,}' for x, k in counts.items()) or 'none'})"
             for name, counts in manifest.counts().items()
         ]
-        # a table that names the recordings, and is not used, explains why they have no label
-        tables = (
-            unused_tables(Path(os.path.abspath(self.root)), vars(self)) if lost and not self.table else ()
+        proposal = (
+            propose_build(manifest, os.fspath(self.root), options=self.words) if len(manifest) else None
         )
-        unused = next((found for found in tables if found[0] == "table"), None)
-        whole = [] if unused else list(hints(manifest))
+        can_build = proposal is not None and bool(proposal.command)
+        other = self.table_command(self.root, manifest, can_build and len(manifest.label_names) > 1)
+        # a table that names the recordings, and is not used, explains why they have no label
+        whole = [] if other and lost else list(hints(manifest))
+        if not other and not can_build and deeper_labels(manifest):
+            other = join(["leakmel", "scan", self.root, "--pattern", LABELS_DEEPER])
         lines = [f"{how_many(len(manifest), 'recording')}: {', '.join(parts)}", *whole]
         lines += [repr(manifest.preview)] * (manifest.preview is not None)
         where = "" if self.content else " in names and folders (--content also reads the recordings)"
@@ -156,11 +181,9 @@ class Scan(NamedRecordings):
             if problems
             else f"No problems found{where}."
         )
-        proposal = None
-        if len(manifest):
-            proposal = propose_build(manifest, os.fspath(self.root), options=self.words)
+        if proposal is not None:
             facts = (line for line in proposal.lines() if line.strip() != proposal.command)
-            then = proposal.command or self._other_names(manifest, unused)
+            then = f"{other}{' --content' * self.content}" if other else proposal.command
             lines.append(run.answer(facts, next=then))
         lines += [f"listing: {stored}"] * (stored is not None)
         body = {
@@ -180,24 +203,17 @@ class Scan(NamedRecordings):
         is_ok = len(manifest) and not lost and not (self.strict and problems)
         return Outcome(manifest, body, "\n".join(lines), 0 if is_ok else 1)
 
-    def _other_names(self, manifest: "lm.Manifest", unused: tuple[str, Path, Path, str] | None) -> str:
-        "Return the command that takes the labels from where they are: a table, or folders one level deeper; empty: from neither."
-        from leakmel.dataset.inputs import LABELS_DEEPER
-        from leakmel.recordings.manifest import deeper_labels
-
-        words = ["--pattern", LABELS_DEEPER] if deeper_labels(manifest) else []
-        root = self.root
-        if unused is not None:
-            _, file, where, columns = unused
-            root = root if where == Path(os.path.abspath(root)) else show_path(where)
-            words = [
-                "--table",
-                show_path(os.path.relpath(file)),
-                *(["--columns", columns] if columns else []),
-            ]
-        return join(["leakmel", "scan", root, *words, *["--content"] * self.content]) if words else ""
-
 # %% ../../nbs/operations/data.ipynb #e0cb2b5d
+def one_label(names: Sequence[str]) -> str:
+    "Return what to do where all recordings have one label; empty where they have more."
+    also = "give a table with paths and labels, a pattern with {label}, or the folder of all label folders"
+    return (
+        f"Every recording has the label {show_path(names[0])}, and a detector needs two: {also}"
+        if len(names) == 1
+        else ""
+    )
+
+
 @dataclass(frozen=True, repr=False)
 class BuildPlan(RowTable):
     "Settings and inputs of a build before it starts."
@@ -282,6 +298,7 @@ class BuildPlan(RowTable):
             "data": f"{show_path(self.data_root)}: {self.data_note}",
             "recordings": f"{n:,}: {splits}",
             "labels": ", ".join(labels),
+            "one label": one_label(self.manifest.label_names),
             "problems": ", ".join(problems) if counts else "none found in names and folders",
             "not labelled": unlabelled_hint(self.manifest),
             "spec": repr(spec),
@@ -502,11 +519,15 @@ class Build(WithFeatures):
             likely = [x for x in labels if x.casefold() == "leak"][:1] or likely_leaks(labels)
             word = quote(likely[0]) if len(likely) == 1 else "LABEL"
             leak = "" if word.casefold() == "leak" else f" --leak-label {word}"
-            if word == "LABEL":
+            if word == "LABEL" and len(labels) > 1:
                 table = "" if likely or self.named_by else ". Folders that are no labels: --table FILE"
                 shown = [*map(show_path, labels[:6]), *[f"{len(labels):,} in all"] * (len(labels) > 6)]
                 lines.insert(len(results), f"Which label names leaks? Found {', '.join(shown)}{table}")
             then = [f"next: leakmel train {quote(show_path(made))} --out detector{leak}"]
+            if text := one_label(labels):
+                lines.insert(len(results), text)
+                command = self.table_command(root, manifest, has_labels=False)
+                then = [f"next: {command}"] * bool(command)
         lines[len(results) : len(results)] = [f"report: {path}" for path in report.values()]
         answer = run.answer([*lines, *notes], how)
         return Outcome(

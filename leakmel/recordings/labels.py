@@ -421,6 +421,15 @@ def _names_recording(text: str) -> bool:
     return is_below and is_recording_name(os.fsencode(os.path.basename(text)))
 
 
+def _places_of(folder: Path) -> Iterator[tuple[Path, Path]]:
+    "Yield where the paths of a table can begin, and the folder to scan with it; only below a folder that holds all others a name alone is enough."
+    yield from ((place, folder) for place in (folder, *split_folders(folder).values()))
+    yield folder.parent, folder.parent
+    inner = [x for x in folder.iterdir() if x.is_dir() and not is_system_folder(x.name)]
+    if len(inner := [x for x in inner if any(map(is_recording_name, map(os.fsencode, os.listdir(x))))]) == 1:
+        yield inner[0], inner[0]
+
+
 def _in_table(file: Path, folder: Path) -> tuple[str, Path, str]:
     """Return the parameter that uses a table by people, the folder in which it names a recording, and its columns with other names.
 
@@ -440,8 +449,9 @@ def _in_table(file: Path, folder: Path) -> tuple[str, Path, str]:
         return "", folder, ""
     own = [names["path"]] if "path" in names else texts
     cells = [(name, text) for name in own for text in texts[name] if _names_recording(text)]
-    places = (folder, *split_folders(folder).values(), folder.parent)
-    found = ((place, name) for place in places for name, text in cells if os.path.isfile(place / text))
+    found = (
+        (x, name) for place, x in _places_of(folder) for name, text in cells if os.path.isfile(place / text)
+    )
     place, path = next(found, (folder, ""))
     is_usual = {"path", "label"} <= {*names}
     columns = "" if is_usual else f"path={path.strip()},label={label.strip()}"
@@ -473,7 +483,7 @@ def unused_tables_text(folder: Path, given: Mapping[str, Any], how: str) -> Iter
     for kind, file, where, columns in unused_tables(folder, given):
         way = how if kind in given else "leakmel build uses it with --{}"
         columns = columns and (how.format("columns", columns) if kind in given else f"--columns {columns}")
-        root = f", and give the folder {show_path(where)}" if where == folder.parent else ""
+        root = f", and give the folder {show_path(where)}" if where != folder else ""
         more = f" and {columns}" if columns else ""
         yield f"{show_path(file)} {_OF_PEOPLE[kind]} and is not used: {way.format(kind, show_path(file))}{more}{root}"
 

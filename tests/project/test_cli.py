@@ -437,9 +437,37 @@ def test_tables_with_labels_by_people_are_named_and_results_are_not(data, say):
     err = say("build", data, "--out", out, "--labels", labels, "--quiet")[2]
     assert str(labels) not in err
     assert str(table) in err
-    err = say("train", out, "--out", data.parent / "m", "--leak-label", "absent")[2]
-    assert f"{table} lists" in err
+    asked = (out, "--out", data.parent / "m", "--leak-label", "absent")
+    err = say("train", *asked)[2]
+    assert str(table) not in err, "scan and build have named it"
     assert str(labels) not in err, "the build used it"
+    say("build", data, "--out", out, "--quiet")
+    assert f"{labels} has labels by people and is not used: add --labels {labels}" in say("train", *asked)[2]
+
+
+def test_a_table_next_to_the_folder_with_the_recordings_is_proposed(tmp_path, make_wav, say, monkeypatch):
+    "Their folder is no label; where folders are labels, a table is proposed that names nearly all recordings."
+    monkeypatch.chdir(tmp_path)
+    for k in range(10):
+        make_wav(tmp_path / "b" / "audio" / f"{k}.wav", seed=k)
+    rows = [f"{k}.wav,{'leak' if k % 2 else 'calm'}\n" for k in range(10)]
+    table = tmp_path / "b" / "list.csv"
+    table.write_text(f"file,label\n{''.join(rows)}")
+    table.with_name("few.csv").write_text(f"file,label\n{rows[0]}")
+    command = "leakmel scan b/audio --table b/list.csv"
+    assert f"next: {command}\n" in say("scan", "b")[1], "it names more than the other"
+    out = say("build", "b", "--out", "b.h5", "--quiet")[1]
+    assert "Every recording has the label audio, and a detector needs two: give a table" in out
+    assert f"next: {command}\n" in out
+    (tmp_path / "b" / "audio").rename(tmp_path / "b" / "leak")
+    make_wav(tmp_path / "b" / "quiet" / "0.wav")
+    table.write_text("file,label\n" + "".join(f"leak/{row}" for row in rows[:9]))
+    assert "next: leakmel build b --out b.h5\n" in say("scan", "b")[1], "it names nine of eleven"
+    table.write_text("file,label\n" + "".join(f"leak/{row}" for row in rows))
+    command = "leakmel scan b --table b/list.csv"
+    status, out, _ = say("scan", "b", "--content")
+    assert f"next: {command} --content\n" in out
+    assert say(*shlex.split(command)[1:])[0] == 0
 
 
 def test_hostile_names_are_shown_on_one_line(tmp_path, make_wav, say):
