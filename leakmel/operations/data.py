@@ -47,8 +47,8 @@ class NamedRecordings(Operation):
     table: str | None = option(None, metavar="FILE")
     # columns of the table that have other names, for example sensor=pipe,recording=file
     columns: str = option("", metavar="NAME=COLUMN,...")
-    # pattern of the paths without extension, like '{label}/{session}/{sensor}~{*}~{start_time}': fields as in --table, {*} any text, {**} any
-    # folders; it reads what --table leaves empty (default: sensors and times are guessed; none: they are not)
+    # pattern of the paths without extension, like '{label}/{sensor}_{start_time}': fields of --table, {*} any text, {**} any folders; fills what
+    # a table lacks (default: guessed; none: no guess)
     pattern: str | None = option(None, metavar="TEXT")
 
     @property
