@@ -10,11 +10,13 @@ import argparse
 import importlib
 import json
 import os
+import shlex
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from datetime import datetime
 from html import escape
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
 
@@ -125,10 +127,50 @@ class Outcome:
     status: int = 0
 
 
+def changed_options(given: Any, leave_out: Collection[str] = ()) -> list[str]:
+    "Return the arguments and options of a command for those fields of a dataclass that differ from their defaults."
+    words: list[str] = []
+    places: list[str] = []
+    for f in fields(given):
+        value, shown = getattr(given, f.name), f.metadata or option().metadata
+        if f.name in leave_out or value == f.default or (value is None and f.default is MISSING):
+            continue
+        if is_dataclass(value):
+            words += changed_options(value)
+            continue
+        named = value if isinstance(value, Mapping) else {shown["name"].partition(" ")[0] or f.name: value}
+        for name, x in named.items():
+            text = shown["none"] if x is None else ",".join(map(str, x)) if isinstance(x, tuple) else str(x)
+            word = f"--{name.replace('_', '-')}"
+            if shown["positional"]:
+                places += x if isinstance(x, tuple) else [text]
+            elif shown["several"]:
+                words += [w for each in x for w in (word, each)]
+            else:
+                words += (
+                    [word.replace("--", "--no-" * (x is False) or "--", 1)]
+                    if isinstance(x, bool)
+                    else [word, text]
+                )
+    return [*places, *words]
+
+
+def free_name(name: str) -> str:
+    "Return a name for a new file or folder: this one, or with a number where it exists."
+    stem, end = os.path.splitext(name)
+    names = chain([name], (f"{stem}-{k}{end}" for k in count(2)))
+    return next(x for x in names if not os.path.lexists(x))
+
+
 class Operation:
     "Base class of what `operation` decorates."
 
     command: ClassVar[Command]
+
+    def typed(self, *more: str, leave_out: Collection[str] = ()) -> str:
+        "Return the command of this operation to paste, without some fields and with more words."
+        words = self.command.words or self.command.name
+        return shlex.join(["leakmel", *words.split(), *changed_options(self, leave_out), *more])
 
     def plan(self, run: Run) -> Any:
         "Find what the work needs; raises LeakmelError for invalid parameters."

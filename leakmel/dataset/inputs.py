@@ -23,6 +23,7 @@ import numpy as np
 
 from leakmel.core import errors
 from leakmel.core.comparison import text_column, text_key
+from leakmel.core.operation import free_name
 from leakmel.core.store import Folder
 from leakmel.mel.spec import PRESET_RATE, MelSpec, preset_values
 from leakmel.recordings.conform import resampled_length
@@ -552,6 +553,8 @@ def propose_build(
     folder = os.path.realpath(root)
     if os.path.realpath(target).startswith(os.path.join(folder, "")):  # not among the recordings
         target = os.path.join(os.path.relpath(os.path.dirname(folder)), target)
+    if os.path.lexists(target) and os.path.isdir(target) != has_splits:
+        target = free_name(target)
     out = ["--split", "all", "--out", target] if has_splits else ["--out", target]
     command = shlex.join(["leakmel", "build", "./" * root.startswith("-") + root, *options, *out])
     table = manifest.table

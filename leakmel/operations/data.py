@@ -24,6 +24,7 @@ from leakmel.core.operation import (
     Outcome,
     RowTable,
     Run,
+    free_name,
     operation,
     option,
     refuse_unused,
@@ -523,7 +524,7 @@ class Build(WithFeatures):
                 table = "" if likely or self.named_by else ". Folders that are no labels: --table FILE"
                 shown = [*map(show_path, labels[:6]), *[f"{len(labels):,} in all"] * (len(labels) > 6)]
                 lines.insert(len(results), f"Which label names leaks? Found {', '.join(shown)}{table}")
-            then = [f"next: leakmel train {quote(show_path(made))} --out detector{leak}"]
+            then = [f"next: leakmel train {quote(show_path(made))} --out {free_name('detector')}{leak}"]
             if text := one_label(labels):
                 lines.insert(len(results), text)
                 command = self.table_command(root, manifest, has_labels=False)
@@ -686,7 +687,7 @@ class Join(Operation):
         made = lm.join(
             self.out, pipeline=speed, check=self.check, keep_parts=self.keep_parts, progress=run.progress
         )
-        then = f"leakmel train {quote(show_path(made.path))} --out detector"
+        then = f"leakmel train {quote(show_path(made.path))} --out {free_name('detector')}"
         return Outcome(made, made.summary, run.answer(build_answer([made], ()), next=then))
 
 
@@ -713,5 +714,7 @@ class Verify(Operation):
             f"{path}: {report.verdict}",
             *(f"  {p}" for p in report.problems[1:]),
         ]  # the verdict has the first
-        text = run.answer(lines, next=f"leakmel train {quote(path)} --out detector" if report.ok else "")
+        text = run.answer(
+            lines, next=f"leakmel train {quote(path)} --out {free_name('detector')}" * report.ok
+        )
         return Outcome(report, report.to_dict() | {"path": path}, text, 0 if report.ok else 1)

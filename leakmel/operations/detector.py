@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import Any, Literal, cast
 
 import leakmel as lm
@@ -23,6 +23,7 @@ from leakmel.core.operation import (
     RowTable,
     Run,
     Texts,
+    free_name,
     newest_files,
     operation,
     option,
@@ -137,14 +138,22 @@ def find_data_set(path: str | os.PathLike, part: str) -> Path:  # part: of PARTS
         whole = given / data_set_name("")  # of one folder of label folders
         found = whole if whole.is_file() else found
     if not found.is_file():
+        remedy = "build it (leakmel build ROOT --split all --out DIR), or name the file"
+        others = [
+            path.name for path in (*_in_folder(given).values(), given / data_set_name("")) if path.is_file()
+        ]
+        if part == "testing" and others:
+            again = join(
+                ["leakmel", "train", show_path(path), "--cross-validate", "--out", free_name("folds")]
+            )
+            remedy = f"evaluate by cross-validation ({again}), or name the file of a test set"
         raise DataError(
             f"the folder has no {part} data set" if given.is_dir() else "the data set does not exist",
             code="data-set-missing",
             path=given,
+            found=", ".join(others) or None,
             expected=found.name,
-            remedy=missing_remedy(
-                given, "build it (leakmel build ROOT --split all --out DIR), or name the file"
-            ),
+            remedy=missing_remedy(given, remedy),
         )
     return found
 
@@ -424,11 +433,16 @@ class Train(WithTraining):
         with lm.open_dataset(plan.files["training"], legacy=self.legacy) as ds:
             named = sensor_command(recordings_table([ds], progress="none")) if NO_SENSOR in step else ""
         then = (
-            named
-            or command.partition("`")[0]
+            command.partition("`")[0]
             or f"leakmel predict FOLDER --model {quote(show_path(result.model_path))}"
         )
-        return Outcome(result, body, run.answer(lines, rest, next=then))
+        if self.data and then.startswith(
+            "leakmel train"
+        ):  # a cross-validation, with the settings of this training
+            unused = ("out", "resume", "allow_leaky_split", "evaluation", "checkpoints", "report")
+            out = free_name(f"{self.out}-folds")
+            then = self.typed("--cross-validate", "--out", out, leave_out=unused)
+        return Outcome(result, body, run.answer(lines, rest, next=named or then))
 
     def _answer(self, result: "lm.TrainResult", evaluation: "lm.Evaluation | None", step: str) -> list[str]:
         "Return what a person acts on: the detector, its evaluation, and the next step."
@@ -517,7 +531,8 @@ class Train(WithTraining):
             by_one_group = cast("lm.CrossValidation", found)
             pages = {"report": show_path(cross_validation_report(by_one_group, out / "report.html"))}
         lines = [*found.answer_lines(), *map(": ".join, pages.items())]
-        then = f"leakmel train {quote(self.data or 'DATA')} --out detector"
+        resampling = ("cross_validate", "learning_curve", "n_folds", "seeds", "report", "out", "group")
+        then = self.typed("--out", free_name("detector"), leave_out=resampling)
         return Outcome(found, found.to_dict() | pages, run.answer(lines, [repr(found)], next=then))
 
 # %% ../../nbs/operations/detector.ipynb #70d46a6c

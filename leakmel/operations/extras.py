@@ -32,6 +32,7 @@ from leakmel.core.operation import (
     Outcome,
     Run,
     Texts,
+    free_name,
     operation,
     option,
     refuse_unused,
@@ -320,9 +321,13 @@ class Suggest(Operation):
             mix=sample_mix(self.mix),
             progress=run.progress,
         )
-        scores = f"--scores {shlex.quote(self.out)}" if self.out else f"--model {shlex.quote(self.model)}"
-        then = f"leakmel review {shlex.quote(self.folder)} {scores}"
-        return Outcome(found, found.summary, run.answer([found.text()], next=then))
+        if self.out is None:
+            then = self.typed("--out", free_name("to_label.csv"))
+            lines = ["not stored: the next command writes this list to a file", found.text()]
+        else:
+            then = shlex.join(["leakmel", "review", self.folder, "--scores", self.out])
+            lines = [found.text()]
+        return Outcome(found, found.summary, run.answer(lines, next=then))
 
 # %% ../../nbs/operations/extras.ipynb #28ffc9c8
 _QUEUES = Literal[
@@ -459,7 +464,7 @@ class Similar(_Embedding):
             spec=self.features,
             progress=run.progress,
         )
-        again = shlex.join(["leakmel", "similar", self.file, "--in", self.among, "--html", "similar.html"])
+        again = self.typed("--html", free_name("similar.html"))
         text = run.answer([found.text()], next=again if page is None else "")
         if page is not None:
             from leakmel.pages.page_figures import Section, write_report
@@ -589,10 +594,8 @@ class Correlate(Operation):
         own = values_of(self, "distance_m clock_error_s offset_s distance_error_m speed_error_m_s method")
         given = {name: value for name, value in own.items() if value is not None}
         found = lm.correlate(a, b, speed_m_s=speed, band_hz=None if band[0] is None else band, **given)
-        pipe = given | values_of(self, "speed_m_s material diameter_mm wall_mm")
-        words = (f"--{name.replace('_', '-')}={value}" for name, value in pipe.items() if value is not None)
-        again = ["leakmel", "correlate", *filter(None, [self.a, self.b]), *words, "--html=position.html"]
-        text = run.answer([found.text()], next=shlex.join(again) if page is None else "")
+        again = self.typed("--html", free_name("position.html"))
+        text = run.answer([found.text()], next=again if page is None else "")
         if page is not None:
             correlation_page(found, page)
             text += f"\nreport: {show_path(page)}"
@@ -1009,7 +1012,9 @@ class Tune(WithFeatures):
         text = run.answer(
             [f"{figures['seconds']:.1f} s; {figures['advice']}", *figures["notes"]],
             [spec_note, tune_table(figures)],
-            next=f"leakmel build {shlex.quote(self.data_root or 'RECORDINGS')} --out mels",
+            next=self.typed("--out", free_name("mels.h5"), leave_out=("budget_s", "work_dir")).replace(
+                "machine tune", "build"
+            ),
         )
         return Outcome(figures, figures, text)
 

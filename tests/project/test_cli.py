@@ -30,6 +30,7 @@ from prose import words_in
 import leakmel as lm
 from leakmel import cli
 from leakmel.cli import main
+from leakmel.core.operation import make
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.recordings.demo import write_wav
 
@@ -405,7 +406,11 @@ def test_help_fits_on_two_screens_and_help_all_has_every_option(command, say, mo
         assert not words_in(action.help), f"{name}: {action.help}"
         assert action.nargs == 0 or action.metavar != "X", name
     example = shlex.split(cli.OPERATIONS[command].command.example)
-    assert cli._parse(example[1:]).command == command, "the example is accepted"
+    args = cli._parse(example[1:])
+    assert args.command == command, "the example is accepted"
+    asked = make(cli.OPERATIONS[command], vars(args))
+    again = shlex.split(asked.typed())
+    assert make(cli.OPERATIONS[command], vars(cli._parse(again[1:]))) == asked, "so that it can be typed again"
 
 
 def test_quiet_and_progress(data, tmp_path, say):

@@ -602,6 +602,7 @@ class Predictions:
             f"{learned}: such scores do not show how it works on other recordings": n_learned,
             f"rejected: {reasons}": reasons,
             f"report: {report}": report,
+            "not stored: --out FILE (in Python out=) writes the table of scores": s["out"] is None,
         }
         lines = [note for note, applies in notes.items() if applies]
         n_most = 4 - len(lines)  # of an answer of five lines
@@ -659,7 +660,7 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
     facts = readers.facts[good]
     known = provenance.contains(facts["digest"].tolist()).tolist()
     paths = list(compress(found.listing.paths, readers.facts["good"].tolist()))
-    if isinstance(found.names, ParsedNames):
+    if isinstance(found.names, ParsedNames) and found.names.naming is None:
         columns = columns_of_names(paths, ("sensor", "gain", "start_time"))
         texts = [each_once(columns[name].tolist(), os.fsdecode) for name in ("sensor", "start_time")]
         gain = columns["gain"]

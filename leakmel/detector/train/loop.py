@@ -29,7 +29,7 @@ from leakmel.core.errors import DataError, OutputError, UsageError, require_choi
 from leakmel.core.files import write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import Monitor
-from leakmel.core.operation import RowTable, user_path, write_summary
+from leakmel.core.operation import RowTable, free_name, user_path, write_summary
 from leakmel.core.progress import announce
 from leakmel.detector.data.segments import BINARY, LEFT_OUT
 from leakmel.detector.data.splits import Group, Split, recordings_table
@@ -379,7 +379,7 @@ def _words_of(data: states.TrainingData, out: Path, kind: str) -> str:
         words += ["--leave-out", ",".join(left_out)]
     if any(s.legacy for s in data.training.sources):
         words.append("--legacy")
-    return join([*words, "--out", show_path(out.with_name(f"{out.name}-folds"))])
+    return join([*words, "--out", show_path(free_name(f"{out}-folds"))])
 
 
 def _write_result(
