@@ -130,10 +130,11 @@ class CommandParser(argparse.ArgumentParser):
             names = re.findall(r"[\w@-]+", wrong[3])
             shown = "unknown command" if wrong[1] == "COMMAND" else f"{wrong[1]}, one of {', '.join(names)}"
             message = f"{shown}: {answer_unknown(wrong[2], [*names, 'machine'])}"
-        message += (
+        message += "".join(
             f". For a detector, {detector.ways_to_a_model()}"
-            if re.search("required:.*--model", message)
-            else ""
+            if word == "--model"
+            else f". {word}: {self._option_string_actions[word].help}"
+            for word in re.findall(r"--[\w-]+", message.partition("required:")[2])
         )
         end = "" if message.endswith("?") else "."
         raise UsageError(f"{self.prog}: {message}{end} See {self.prog} --help", code="invalid-arguments")

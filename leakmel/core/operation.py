@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from datetime import datetime
 from html import escape
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
 
-from leakmel.core.errors import UsageError
+from leakmel.core.errors import UsageError, how_many
 from leakmel.core.files import replacing
 from leakmel.core.parameters import (
     Kinds,
@@ -109,7 +109,11 @@ class Run:
         shown, more = ([x for x in "\n".join(part).splitlines() if x] for part in (lines, rest))
         more = shown[5:] + more
         # a notebook has no option
-        ended = more if self.full or self.keeps else [f"({len(more):,} more lines: --full)"] * bool(more)
+        ended = (
+            more
+            if self.full or self.keeps
+            else [f"({how_many(len(more), 'more line')}: --full)"] * bool(more)
+        )
         return wrap_text("\n".join([*shown[:5], *ended, *[f"next: {next}"] * bool(next)]), self.width)
 
 
@@ -127,38 +131,27 @@ class Outcome:
     status: int = 0
 
 
-def changed_options(given: Any, leave_out: Collection[str] = ()) -> list[str]:
-    "Return the arguments and options of a command for those fields of a dataclass that differ from their defaults."
-    words: list[str] = []
-    places: list[str] = []
-    for f in fields(given):
+def changed_options(given: Any, leave_out: Collection[str] = ()) -> Iterator[str]:
+    "Yield the arguments and options of a command for those fields of a dataclass that differ from their defaults, arguments first."
+    for f in sorted(fields(given), key=lambda f: not f.metadata.get("positional")):
         value, shown = getattr(given, f.name), f.metadata or option().metadata
         if f.name in leave_out or value == f.default or (value is None and f.default is MISSING):
             continue
         if is_dataclass(value):
-            words += changed_options(value)
+            yield from changed_options(value)
             continue
         named = value if isinstance(value, Mapping) else {shown["name"].partition(" ")[0] or f.name: value}
         for name, x in named.items():
-            text = shown["none"] if x is None else ",".join(map(str, x)) if isinstance(x, tuple) else str(x)
-            word = f"--{name.replace('_', '-')}"
-            if shown["positional"]:
-                places += x if isinstance(x, tuple) else [text]
-            elif shown["several"]:
-                words += [w for each in x for w in (word, each)]
-            else:
-                words += (
-                    [word.replace("--", "--no-" * (x is False) or "--", 1)]
-                    if isinstance(x, bool)
-                    else [word, text]
-                )
-    return [*places, *words]
+            word = [f"--{'no-' * (x is False)}{name.replace('_', '-')}"] * (not shown["positional"])
+            each = x if shown["several"] else [",".join(map(str, x)) if isinstance(x, tuple) else x]
+            for text in each:
+                yield from word + [str(shown["none"] if text is None else text)] * (not isinstance(x, bool))
 
 
 def free_name(name: str) -> str:
     "Return a name for a new file or folder: this one, or with a number where it exists."
     stem, end = os.path.splitext(name)
-    names = chain([name], (f"{stem}-{k}{end}" for k in count(2)))
+    names = (f"{stem}{f'-{k}' * (k > 1)}{end}" for k in count(1))
     return next(x for x in names if not os.path.lexists(x))
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import leakmel as lm
 from leakmel.core.comparison import likely_leaks
-from leakmel.core.errors import LeakmelError, UsageError, show_path
+from leakmel.core.errors import LeakmelError, UsageError, how_many, show_path
 from leakmel.core.operation import (
     Operation,
     Outcome,
@@ -148,7 +148,7 @@ class Scan(NamedRecordings):
     def __call__(self, run: Run) -> Outcome:
         from leakmel.dataset.inputs import LABELS_DEEPER, propose_build
         from leakmel.recordings.manifest import deeper_labels, hints, shared_groups
-        from leakmel.recordings.problems import CANNOT_BE_USED, count_kinds, group_of, how_many
+        from leakmel.recordings.problems import CANNOT_BE_USED, count_kinds, group_of
 
         split = None if self.split == "all" else self.split
         manifest = lm.scan(
@@ -274,14 +274,14 @@ class BuildPlan(RowTable):
         from leakmel.dataset.job import waveform_shape
         from leakmel.dataset.loader import percent
         from leakmel.recordings.manifest import unlabelled_hint
-        from leakmel.recordings.problems import count_kinds, how_many
+        from leakmel.recordings.problems import count_kinds
 
         spec, w, n = self.spec, self.workers, len(self.manifest)
         n_long, n_short, n_mels, n_frames = spec.row_shape
         splits = ", ".join(f"{x.split or 'one folder'} {len(x):,}" for x in self.manifest.listings)
         totals = sum((Counter(c) for c in self.manifest.counts().values()), Counter[str]())
         labels = [
-            f"{show_path(x)} = {i} ({totals[x]:,} recordings)"
+            f"{show_path(x)} = {i} ({how_many(totals[x], 'recording')})"
             for i, x in enumerate(self.manifest.label_names)
         ]
         counts = count_kinds(self.manifest.problems["kind"]).items()
@@ -431,9 +431,8 @@ class Build(WithFeatures):
         if self.pattern is None and (guessed := with_guess(manifest))[1]:
             manifest, named["pattern"] = guessed
             note += f"; {GUESSED}{named['pattern']}"
-        note = "; ".join(
-            [note, *table_hints({**vars(self), **named, "data_root": str(root)}, "set {} = {!r}")]
-        )
+        unused = table_hints({**vars(self), **named, "data_root": str(root)}, "set {} = {!r}")
+        note = "; ".join([note, *unused])
         split = self.split or "all"
         if not manifest.listings[0].split:
             if split != "all":
@@ -571,7 +570,9 @@ class Build(WithFeatures):
         options |= {"root": self.data_root, "part": self.part, "split": self.split, "out": self.out}
         made = lm.build_part(**options)
         what = (
-            "complete before" if made.was_complete else f"{made.found:,} recordings in {made.seconds:.2f} s"
+            "complete before"
+            if made.was_complete
+            else f"{how_many(made.found, 'recording')} in {made.seconds:.2f} s"
         )
         if made.path.suffix == ".empty":
             what += f", {'none of which can be used' if made.found else 'because there are more parts than recordings'}"
@@ -629,7 +630,7 @@ def build_answer(
             ("labels: ", counts_text(people) if people else ""),
             ("changed to fit: ", format_counts(s["status_counts"])),
         )
-        counted = f"{r.rows:,} rows + {n_rejected:,} rejected = {r.found:,} files found"
+        counted = f"{how_many(r.rows, 'row')} + {n_rejected:,} rejected = {how_many(r.found, 'file')} found"
         lines.append(f"{show_path(r.path.name)}: {counted}; {r.verified.verdict}")
         split = f"{r.split}, " * (len(results) > 1)
         facts += [f"  {split}{name}{text}" for name, text in texts if text]

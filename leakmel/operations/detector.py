@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from shlex import join, quote
+from shlex import quote
 from typing import Any, Literal, cast
 
 import leakmel as lm
-from leakmel.core.errors import DataError, UsageError, missing_remedy, require_count, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, missing_remedy, require_count, show_path
 from leakmel.core.files import read_own_json
 from leakmel.core.operation import (
     Operation,
@@ -128,7 +128,12 @@ def _in_folder(folder: Path) -> dict[str, Path]:
     return {part: path for part, path in paths.items() if path.is_file()}
 
 
-def find_data_set(path: str | os.PathLike, part: str) -> Path:  # part: of PARTS; raises DataError
+def find_data_set(
+    path: str | os.PathLike,
+    part: str,  # of PARTS
+    # what to do where there is none
+    otherwise: str = "build it (leakmel build ROOT --split all --out DIR), or name the file",
+) -> Path:  # raises DataError
     "Find the data set of a part, by its file or in a folder with one for each part."
     from leakmel.dataset.schema import data_set_name
 
@@ -138,22 +143,12 @@ def find_data_set(path: str | os.PathLike, part: str) -> Path:  # part: of PARTS
         whole = given / data_set_name("")  # of one folder of label folders
         found = whole if whole.is_file() else found
     if not found.is_file():
-        remedy = "build it (leakmel build ROOT --split all --out DIR), or name the file"
-        others = [
-            path.name for path in (*_in_folder(given).values(), given / data_set_name("")) if path.is_file()
-        ]
-        if part == "testing" and others:
-            again = join(
-                ["leakmel", "train", show_path(path), "--cross-validate", "--out", free_name("folds")]
-            )
-            remedy = f"evaluate by cross-validation ({again}), or name the file of a test set"
         raise DataError(
             f"the folder has no {part} data set" if given.is_dir() else "the data set does not exist",
             code="data-set-missing",
             path=given,
-            found=", ".join(others) or None,
             expected=found.name,
-            remedy=missing_remedy(given, remedy),
+            remedy=missing_remedy(given, otherwise),
         )
     return found
 
@@ -166,7 +161,12 @@ def find_test_sets(
     "Find the test sets of an evaluation, and the training and validation sets; raises DataError."
     folders = [_in_folder(user_path(p)) for p in data]
     given = {"training": training, "validation": validation, "testing": data}
-    found = {part: [find_data_set(p, part) for p in paths] for part, paths in given.items()}
+    found = {part: [find_data_set(p, part) for p in given[part]] for part in ("training", "validation")}
+    way = "evaluate by cross-validation (leakmel train {} --cross-validate --out {}), or name the file of a test set"
+    found["testing"] = [
+        find_data_set(p, "testing", *[way.format(quote(show_path(p)), free_name("folds"))] * bool(own))
+        for p, own in zip(data, folders, strict=True)
+    ]
     for part in ("training", "validation"):
         found[part] = found[part] or [files[part] for files in folders if part in files]
     return {part: files for part, files in found.items() if files}
@@ -741,7 +741,7 @@ class Predict(Operation):
                 "all recordings were rejected",
                 code="all-rejected",
                 path=plan.given["folder"],
-                found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
+                found=f"{how_many(done.found, 'file')}; first {show_path(first.path)}: {first.message}",
                 remedy=f"see {show_path(plan.out / 'predictions.rejected.csv')}",
             )
         body = done.summary

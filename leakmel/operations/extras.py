@@ -22,6 +22,7 @@ from leakmel.core.errors import (
     OutputError,
     UsageError,
     explain,
+    how_many,
     install_command,
     missing_remedy,
     show_path,
@@ -118,7 +119,9 @@ class WorkingFolder:
             ),
             "In JupyterLab, open start.ipynb and run its cells.": True,
         }
-        lines = [f"{show_path(self.folder)}: {len(self.created)} notebooks created, results go to runs/"]
+        lines = [
+            f"{show_path(self.folder)}: {how_many(len(self.created), 'notebook')} created, results go to runs/"
+        ]
         lines += [note for note, holds in notes.items() if holds]
         return "\n".join([*lines, f"next: {self.summary['next']}"])
 
@@ -321,12 +324,12 @@ class Suggest(Operation):
             mix=sample_mix(self.mix),
             progress=run.progress,
         )
-        if self.out is None:
-            then = self.typed("--out", free_name("to_label.csv"))
-            lines = ["not stored: the next command writes this list to a file", found.text()]
-        else:
-            then = shlex.join(["leakmel", "review", self.folder, "--scores", self.out])
-            lines = [found.text()]
+        lines = [
+            *["not stored: the next command writes this list to a file"] * (self.out is None),
+            found.text(),
+        ]
+        store = self.typed("--out", free_name("to_label.csv"))
+        then = shlex.join(["leakmel", "review", self.folder, "--scores", self.out]) if self.out else store
         return Outcome(found, found.summary, run.answer(lines, next=then))
 
 # %% ../../nbs/operations/extras.ipynb #28ffc9c8
@@ -389,13 +392,15 @@ class Review(Operation):
             raise wrong_arguments(f"the queue {self.queue} needs scores", expected=expected)
 
     def __call__(self, run: Run) -> Outcome:
+        from leakmel.dataset.pipeline import newest_recordings
         from leakmel.extras.review.review import lab_command, review_parameters, write_review
 
         asked, _ = with_newest({**vars(self), "data_root": self.folder}, progress=run.progress)
         folder, model = asked["data_root"], asked["model"]
         if self.folder is None:
+            what = "newest here" if newest_recordings() else "no build here, so the demo"
             print_error(
-                f"newest here: recordings {folder}, model {model}. For others: leakmel review FOLDER --model FILE"
+                f"{what}: recordings {folder}, model {model}. For others: leakmel review FOLDER --model FILE"
             )
         replace(self, folder=folder, model=model)._check()
         given = review_parameters(
@@ -953,10 +958,10 @@ class Cache(Operation):
         files = list_cache(folder) if is_list else clear_cache(folder, unused_days=self.unused_days)
         n_bytes = sum(f.n_bytes for f in files)
         there = show_path(folder) if folder.is_dir() else f"{show_path(folder)} (no such folder)"
-        count = f"{'' if is_list else 'removed '}{len(files):,} cache file{'s' * (len(files) != 1)}"
+        count = f"{'' if is_list else 'removed '}{how_many(len(files), 'cache file')}"
         lines = [f"{count}, {size_text(n_bytes)} in {there}"]
         for f in files:
-            what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
+            what = f.problem or f"{how_many(f.recordings, 'recording')} of {f.folder}"
             lines.append(
                 f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}"
             )

@@ -27,7 +27,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from leakmel.core import comparison, files, locks
-from leakmel.core.errors import DataError, OutputError, RecordingError, UsageError, require_choice, show_path
+from leakmel.core.errors import (
+    DataError,
+    OutputError,
+    RecordingError,
+    UsageError,
+    how_many,
+    require_choice,
+    show_path,
+)
 from leakmel.recordings import naming, problems
 from leakmel.recordings.listing import (
     Listing,
@@ -258,7 +266,7 @@ class CurrentLabels:
     exact_paths: bool = False  # from a table of paths and labels: each path must be known
 
     def __repr__(self) -> str:
-        return f"CurrentLabels({len(self.labels):,} agreed, {len(self.disagreements):,} disagreements, {len(self.unsure):,} unsure)"
+        return f"CurrentLabels({len(self.labels):,} agreed, {how_many(len(self.disagreements), 'disagreement')}, {len(self.unsure):,} unsure)"
 
 
 def _folded(label: str) -> str:
@@ -328,7 +336,7 @@ def counts_text(counts: dict[str, int]) -> str:
     "Return the counts of `joint_counts` as a sentence."
     return (
         f"{counts['by_people']:,} labelled by people, {counts['changed']:,} of them changed; keep their label: "
-        f"{counts['disagreements']:,} disagreements, {counts['unsure']:,} unsure; {counts['not_found']:,} not found"
+        f"{how_many(counts['disagreements'], 'disagreement')}, {counts['unsure']:,} unsure; {counts['not_found']:,} not found"
     )
 
 
@@ -436,7 +444,9 @@ def _in_table(file: Path, folder: Path) -> tuple[str, Path, str]:
     The parameter is empty for another table, a result of leakmel, or names of columns that no command can hold.
     """
     with open(files.open_regular_file(file), "rb") as f:
-        table = csv_table(file, decode_text(f.read(1 << 16).rpartition(b"\n")[0], file), LABELS_COLUMNS)
+        table = csv_table(
+            file, decode_text(f.read(1 << 16).rpartition(b"\n")[0], file, quiet=True), LABELS_COLUMNS
+        )
     names = {column_name(name): name for name in table.names}
     rows = [cells for _, cells in itertools.islice(table.lines, 100)]
     texts = dict(zip(table.names, itertools.zip_longest(*rows, fillvalue=""), strict=False))
@@ -698,7 +708,7 @@ def _import_result(
         "without_recording": lost,
     }
     lines = [
-        f"{len(new):,} decisions written to {show_path(into)}, {n_same:,} unchanged",
+        f"{how_many(len(new), 'decision')} written to {show_path(into)}, {n_same:,} unchanged",
         *(f"no class is marked: {text}" for text in unlabelled),
         *(f"no recording: {path}" for path in lost),
     ]

@@ -23,7 +23,7 @@ import numpy as np
 
 from leakmel.core import comparison, parameters
 from leakmel.core import files as own_files
-from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, show_path
 from leakmel.core.progress import DelayedProgress
 from leakmel.core.store import Folder, StorePath, names_in
 from leakmel.recordings import listing as files
@@ -45,7 +45,7 @@ from leakmel.recordings.naming import (
     split_name,
     unread_fields,
 )
-from leakmel.recordings.problems import Problem, ProblemReport, how_many
+from leakmel.recordings.problems import Problem, ProblemReport
 from leakmel.recordings.tables import (
     NameTable,
     fill_from_names,
@@ -417,7 +417,7 @@ def hints(manifest: Manifest) -> Iterator[str]:
     if text := unlabelled_hint(manifest):
         yield text
     for by, n in shared_groups(manifest).items():
-        yield f"{n['in_more_than_one_split']:,} of {n['n']:,} {by}s lie in more than one split"
+        yield f"{n['in_more_than_one_split']:,} of {how_many(n['n'], by)} lie in more than one split"
 
 # %% ../../nbs/recordings/manifest.ipynb #cd756d1a
 def _wanted_splits(split: str | None, present: Collection[str], file: Path, where: str) -> list[str]:
@@ -554,7 +554,9 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
             "the pattern finds no recording",
             code="pattern-no-match",
             path=root,
-            found=", for example ".join([f"{len(found):,} recordings", *map(show_path, found.paths[:1])]),
+            found=", for example ".join(
+                [how_many(len(found), "recording"), *map(show_path, found.paths[:1])]
+            ),
             expected=show_path(naming.pattern),
             remedy="compare the pattern with the file names part by part",
         )

@@ -23,7 +23,7 @@ import numpy as np
 from numpy import strings
 
 from leakmel.core import comparison, parameters
-from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, show_path
 from leakmel.recordings.problems import show_place
 
 # %% ../../nbs/recordings/naming.ipynb #9acc1d22
@@ -538,7 +538,7 @@ def unread_fields(parsed: Sequence[ParsedPath]) -> Iterator[tuple[int, str]]:
             text = show_path(parsed[numbers[0]].unread[name])
             yield (
                 numbers[0],
-                f"{{{name}}} is read from {n_fit - len(numbers):,} of the {n_fit:,} names that fit the pattern, "
+                f"{{{name}}} is read from {n_fit - len(numbers):,} of the {how_many(n_fit, 'name')} that fit the pattern, "
                 f"and not from {text!r}; {forms}",
             )
 

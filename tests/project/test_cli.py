@@ -405,12 +405,24 @@ def test_help_fits_on_two_screens_and_help_all_has_every_option(command, say, mo
         assert action.help, name
         assert not words_in(action.help), f"{name}: {action.help}"
         assert action.nargs == 0 or action.metavar != "X", name
+    needed = [a for a in actions if a.required and a.option_strings]
+    status, _, err = say(*words.split()) if needed else (2, "", "")
+    assert status == 2
+    for action in needed:  # each is explained
+        meaning = (
+            "For a detector, "
+            if "--model" in action.option_strings
+            else f"{action.option_strings[0]}: {action.help}"
+        )
+        assert meaning in err
     example = shlex.split(cli.OPERATIONS[command].command.example)
     args = cli._parse(example[1:])
     assert args.command == command, "the example is accepted"
     asked = make(cli.OPERATIONS[command], vars(args))
     again = shlex.split(asked.typed())
-    assert make(cli.OPERATIONS[command], vars(cli._parse(again[1:]))) == asked, "so that it can be typed again"
+    assert make(cli.OPERATIONS[command], vars(cli._parse(again[1:]))) == asked, (
+        "so that it can be typed again"
+    )
 
 
 def test_quiet_and_progress(data, tmp_path, say):
@@ -418,9 +430,25 @@ def test_quiet_and_progress(data, tmp_path, say):
     assert (status, err) == (0, "")
     assert "9 rows + 1 rejected = 10 files found" in out
     assert "rejected: 1 x not_wav" in out
+    (data / "LEAK" / "x.wav").unlink()
+    for k in range(9):
+        (data / ("LEAK" if k % 2 else "NOLEAK") / f"{k}.wav").rename(data / f"{k}.off")
+    (data / "0.off").rename(data / "LEAK" / "0.wav")
+    (data / "NOLEAK").rmdir()
+    one = tmp_path / "one.h5"
+    for words in (
+        ("scan", data),
+        ("build", data, "--out", one),
+        ("verify", one),
+        ("similar", data / "LEAK" / "0.wav", "--in", one),
+    ):
+        text = "".join(say(*words, "--full")[1:])
+        assert not re.search(r"(?<![\w.,:~-])1 (?:more )?[a-z]{3,}s\b", text), text
 
 
-def test_tables_with_labels_by_people_are_named_and_results_are_not(data, say):
+def test_tables_with_labels_by_people_are_named_and_results_are_not(
+    data, tmp_path, make_wav, say, monkeypatch
+):
     row = "LEAK/1.wav,NOLEAK"
     decided = f"path,digest,label,by,when,note\nLEAK/1.wav,,NOLEAK,ann,2026-01-31T08:15:00Z,\n{row}"
     tables = {
@@ -448,10 +476,7 @@ def test_tables_with_labels_by_people_are_named_and_results_are_not(data, say):
     assert str(labels) not in err, "the build used it"
     say("build", data, "--out", out, "--quiet")
     assert f"{labels} has labels by people and is not used: add --labels {labels}" in say("train", *asked)[2]
-
-
-def test_a_table_next_to_the_folder_with_the_recordings_is_proposed(tmp_path, make_wav, say, monkeypatch):
-    "Their folder is no label; where folders are labels, a table is proposed that names nearly all recordings."
+    # a table next to the only folder with recordings, which is no label; where folders are labels, one that names nearly all
     monkeypatch.chdir(tmp_path)
     for k in range(10):
         make_wav(tmp_path / "b" / "audio" / f"{k}.wav", seed=k)
@@ -470,7 +495,7 @@ def test_a_table_next_to_the_folder_with_the_recordings_is_proposed(tmp_path, ma
     assert "next: leakmel build b --out b.h5\n" in say("scan", "b")[1], "it names nine of eleven"
     table.write_text("file,label\n" + "".join(f"leak/{row}" for row in rows))
     command = "leakmel scan b --table b/list.csv"
-    status, out, _ = say("scan", "b", "--content")
+    out = say("scan", "b", "--content")[1]
     assert f"next: {command} --content\n" in out
     assert say(*shlex.split(command)[1:])[0] == 0
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,9 @@ from leakmel.recordings.demo import write_wav
 
 pytestmark = [pytest.mark.site, pytest.mark.slow]
 RATE = 8000
+# a noun in the plural behind 1
+NOUNS = "recording file row group sensor leak line name other problem label fit trial segment frame epoch fold notebook"
+ONE = re.compile(rf"(?<![\w.,:~-])1 (?:more )?(?:{NOUNS.replace(' ', '|')})s\b")
 
 
 def put(path: Path, is_leak: bool, seed: int, pipe: int, seconds: float = 4.0) -> None:
@@ -68,6 +71,7 @@ class Walk:
         lines = unwrapped(done.stdout)
         self.text = "\n".join(lines)
         assert done.returncode == status, f"{line}\n{done.stdout}\n{done.stderr}"
+        assert not ONE.search(done.stdout + done.stderr), f"{line}\n{ONE.search(done.stdout + done.stderr)}"
         answer = [x for x in lines if not re.match(r"next: |\(.* more lines: --full\)", x)]
         assert len(answer) <= listing + 5, f"{line}\n{self.text}"
         return self.text
@@ -78,9 +82,9 @@ class Walk:
         assert found, f"no {beginning}:\n{self.text}"
         return found[1]
 
-    def paste(self, line: str, status: int = 0, **words: str) -> None:
+    def paste(self, line: str, words: Mapping[str, str]) -> None:
         "Type a command, and what it prints as the next one, with words in place of those in capitals."
-        self.type(line, status, listing=20)
+        self.type(line, listing=20)
         for then in re.findall(r"^next: (leakmel .*)$", self.text, re.M):
             for name, word in words.items():
                 then = re.sub(rf"(?<=\s){name}(?=\s|$)", word, then)
@@ -261,7 +265,7 @@ def readme(walk: Walk) -> None:
         "machine tune recordings/TRAINING --budget-s 5",
         "machine cache list",
     ):
-        walk.paste(f"leakmel {line}", **places)
+        walk.paste(f"leakmel {line}", places)
 
 
 @each("user", [utility, lengths, table, pipes, nights, inside, readme])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from leakmel.core.comparison import text_key
-from leakmel.core.errors import DataError, UsageError, require_choice, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, noun_of, require_choice, show_path
 from leakmel.dataset.reader import MelDataset
 from leakmel.detector.data.segments import LEFT_OUT, DataSource, Segments, Task, open_parts, row_blocks
 from leakmel.recordings.labels import LabelTable
@@ -98,7 +98,7 @@ def group_values(
         raise UsageError(
             "the number of group values differs from the number of recordings",
             code="lengths-differ",
-            found=f"{len(values):,} values",
+            found=how_many(len(values), "value"),
             expected=f"{len(table):,}",
         )
     texts = ["" if pd.api.types.is_scalar(v) and pd.isna(v) else text_key(str(v)) for v in values]
@@ -106,14 +106,19 @@ def group_values(
         texts = [text or str(path) for text, path in zip(texts, table["path"], strict=True)]
     n_missing = texts.count("")
     if n_missing and missing == "refuse":
-        command = sensor_command(table) if isinstance(group, str) and group == "sensor" else ""
-        again = f"read them from the names ({command}), " if command else ""
         raise DataError(
             f"{n_missing:,} of {len(texts):,} recordings have no {group_name(group)}",
             code="no-group",
-            remedy=f"{again}group by another column, by 'recording' (each file alone), or name the groups in a table",
+            remedy=_other_groups(table, group),
         )
     return np.array(texts, dtype=np.str_)
+
+
+def _other_groups(table: "pd.DataFrame", group: Group) -> str:
+    "Return what to do where recordings have no group."
+    again = sensor_command(table) if group_name(group) == "sensor" else ""
+    ways = "group by another column, by 'recording' (each file alone), or name the groups in a table"
+    return f"read them from the names ({again}), {ways}" if again else ways
 
 
 def sensor_command(table: "pd.DataFrame") -> str:
@@ -242,10 +247,10 @@ class Shared:
 
     def __str__(self) -> str:
         words = {"recording": "recording name", "content": "recording with the same samples"}
-        word = words.get(self.kind, self.kind) + "s" * (self.n_values != 1 and self.kind != "content")
-        where = f"in more than one of {', '.join(self.parts)} ({self.n_recordings:,} recordings)"
+        found = how_many(self.n_values, words.get(self.kind) or noun_of(self.kind))
+        where = f"in more than one of {', '.join(self.parts)} ({how_many(self.n_recordings, 'recording')})"
         more = " ..." if self.n_values > len(self.examples) else ""
-        return f"{self.n_values:,} {word} {where}: {', '.join(self.examples)}{more}"
+        return f"{found} {where}: {', '.join(self.examples)}{more}"
 
 
 def shared_values(
@@ -441,7 +446,7 @@ class Split:
             raise UsageError(
                 "the split was made from other data sets",
                 code="other-split",
-                found=f"{len(self.labels):,} rows",
+                found=how_many(len(self.labels), "row"),
                 expected=f"{n:,}",
                 remedy="make the split again from these data sets (leakmel.detector.data.splits.group_split)",
             )
@@ -565,7 +570,9 @@ def group_split(
         raise DataError(
             "a part of the split would lack a label",
             code="label-in-one-part",
-            found=", ".join(f"{label} is in {k:,} of {n:,} groups by {name}" for label, k in held.items()),
+            found=", ".join(
+                f"{label} is in {k:,} of {how_many(n, 'group')} by {name}" for label, k in held.items()
+            ),
             expected=f"each label in all {len(shares)} parts ({tried} divisions were tried)",
             remedy=_remedy(
                 groups[inside], own, lacking, shares, seed, task, needs_validation, allow_leaky_split

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from leakmel.core.errors import show_path
+from leakmel.core.errors import how_many, show_path
 from leakmel.dataset.reader import read_rows
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.metrics.metrics import Reliability, roc
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 
 LEAK_COLOR = style.LABEL_COLORS[1]
 OTHER_COLOR = style.LABEL_COLORS[0]
-
-
-def counted(n: int, what: str) -> str:  # what: in the singular
-    "A number with its noun."
-    return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def error_bars(
@@ -189,7 +184,7 @@ def confusion_figure(model: ScoredModel, leak_label: str = "leak", *, stamp: str
     }
     return style.styled_figure(
         [cells],
-        f"{counted(c.missed_leak, 'leak')} missed and {counted(c.false_alarm, 'false alarm')} in {c.n:,} recordings",
+        f"{how_many(c.missed_leak, 'leak')} missed and {how_many(c.false_alarm, 'false alarm')} in {how_many(c.n, 'recording')}",
         f"{stamp}{model.title}, threshold {model.threshold:.3f}; percentages per row",
         height=300,
         xaxis={"side": "bottom", "showgrid": False},
@@ -275,14 +270,14 @@ def group_figure(
                 "hovertext": [names[i] for i in rows],
             }
         )
-    title = f"No classification error in {groups.counted(len(names))}"
+    title = f"No classification error in {how_many(len(names), groups.word)}"
     if wrong.any():
         worst = rows[0]
-        title = f"{names[worst]} is worst: {wrong[worst]:.0f} of {n[worst]:,} recordings wrong"
+        title = f"{names[worst]} is worst: {wrong[worst]:.0f} of {how_many(n[worst], 'recording')} wrong"
     fig = style.styled_figure(
         traces,
         title,
-        f"{stamp}Median score; lines span the 10th to the 90th percentile; {len(rows)} of {len(names):,} rows",
+        f"{stamp}Median score; lines span the 10th to the 90th percentile; {len(rows)} of {how_many(len(names), 'row')}",
         height=170 + 24 * len(rows),
         xaxis={
             "title": {"text": "score"},
@@ -471,7 +466,7 @@ def errors_figure(
         shown,
         spec,
         threshold=worst[0].threshold,
-        title=f"The worst errors: {counted(n_missed, 'leak')} missed, {counted(len(worst) - n_missed, 'false alarm')}",
+        title=f"The worst errors: {how_many(n_missed, 'leak')} missed, {how_many(len(worst) - n_missed, 'false alarm')}",
         note=f"{stamp}Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment and the threshold",
         n_cols=2,
     )

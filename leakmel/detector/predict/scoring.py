@@ -91,9 +91,10 @@ class RecordingList:
         "Return one of n parts, by its number from 1: consecutive recordings."
         own = slice(*listings.part_range(len(self.listing), number, n_parts))
         listing = self.listing.part(number, n_parts)
-        is_read = isinstance(self.names, ParsedNames)
-        names = ParsedNames(listing.paths, self.names.naming) if is_read else self.names[own]
-        return RecordingList(listing, self.labels[own], names)
+        names = self.names
+        if isinstance(names, ParsedNames):
+            return RecordingList(listing, self.labels[own], ParsedNames(listing.paths, names.naming))
+        return RecordingList(listing, self.labels[own], names[own])
 
 
 class ParsedNames(Sequence[NameParts]):
