@@ -32,6 +32,35 @@ def show_path(
     clean = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in clean)
 
+
+def plural(what: str) -> str:
+    "Return the plural of a noun, which may be followed by `of` or `with`."
+    return re.sub(
+        r"^.*?(?= of | with |$)", lambda noun: noun[0] + ("es" if noun[0].endswith("ch") else "s"), what
+    )
+
+
+def noun_of(column: str) -> str:
+    "Return the noun for what has one value in a column: a sensor, but a value of a column that a user named."
+    nouns = (
+        "sensor",
+        "session",
+        "folder",
+        "recording",
+        "group",
+        "date",
+        "site",
+        "recorder",
+        "logger",
+        "pipe",
+    )
+    return column if column in nouns or " of " in column else f"value of {show_path(column)}"
+
+
+def how_many(n: float, what: str) -> str:
+    "Format a number with its noun, in the singular: 1 recording, 2 recordings, 2 values of Ort."
+    return f"{n:,} {what if n == 1 else plural(what)}"
+
 # %% ../../nbs/core/errors.ipynb #a9fa65d7
 class LeakmelError(Exception):
     "Base of all errors leakmel raises on purpose."

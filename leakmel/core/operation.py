@@ -10,15 +10,17 @@ import argparse
 import importlib
 import json
 import os
+import shlex
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from datetime import datetime
 from html import escape
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
 
-from leakmel.core.errors import UsageError
+from leakmel.core.errors import UsageError, how_many
 from leakmel.core.files import replacing
 from leakmel.core.parameters import (
     Kinds,
@@ -107,7 +109,11 @@ class Run:
         shown, more = ([x for x in "\n".join(part).splitlines() if x] for part in (lines, rest))
         more = shown[5:] + more
         # a notebook has no option
-        ended = more if self.full or self.keeps else [f"({len(more):,} more lines: --full)"] * bool(more)
+        ended = (
+            more
+            if self.full or self.keeps
+            else [f"({how_many(len(more), 'more line')}: --full)"] * bool(more)
+        )
         return wrap_text("\n".join([*shown[:5], *ended, *[f"next: {next}"] * bool(next)]), self.width)
 
 
@@ -125,10 +131,39 @@ class Outcome:
     status: int = 0
 
 
+def changed_options(given: Any, leave_out: Collection[str] = ()) -> Iterator[str]:
+    "Yield the arguments and options of a command for those fields of a dataclass that differ from their defaults, arguments first."
+    for f in sorted(fields(given), key=lambda f: not f.metadata.get("positional")):
+        value, shown = getattr(given, f.name), f.metadata or option().metadata
+        if f.name in leave_out or value == f.default or (value is None and f.default is MISSING):
+            continue
+        if is_dataclass(value):
+            yield from changed_options(value)
+            continue
+        named = value if isinstance(value, Mapping) else {shown["name"].partition(" ")[0] or f.name: value}
+        for name, x in named.items():
+            word = [f"--{'no-' * (x is False)}{name.replace('_', '-')}"] * (not shown["positional"])
+            each = x if shown["several"] else [",".join(map(str, x)) if isinstance(x, tuple) else x]
+            for text in each:
+                yield from word + [str(shown["none"] if text is None else text)] * (not isinstance(x, bool))
+
+
+def free_name(name: str) -> str:
+    "Return a name for a new file or folder: this one, or with a number where it exists."
+    stem, end = os.path.splitext(name)
+    names = (f"{stem}{f'-{k}' * (k > 1)}{end}" for k in count(1))
+    return next(x for x in names if not os.path.lexists(x))
+
+
 class Operation:
     "Base class of what `operation` decorates."
 
     command: ClassVar[Command]
+
+    def typed(self, *more: str, leave_out: Collection[str] = ()) -> str:
+        "Return the command of this operation to paste, without some fields and with more words."
+        words = self.command.words or self.command.name
+        return shlex.join(["leakmel", *words.split(), *changed_options(self, leave_out), *more])
 
     def plan(self, run: Run) -> Any:
         "Find what the work needs; raises LeakmelError for invalid parameters."

@@ -23,6 +23,7 @@ import numpy as np
 
 from leakmel.core import errors
 from leakmel.core.comparison import text_column, text_key
+from leakmel.core.operation import free_name
 from leakmel.core.store import Folder
 from leakmel.mel.spec import PRESET_RATE, MelSpec, preset_values
 from leakmel.recordings.conform import resampled_length
@@ -336,7 +337,7 @@ def decide_spec(
         if 2 * n_most > len(usable):
             given |= dict(zip(inferred, most, strict=True))
             what = " and ".join(names[x] for x in inferred)
-            reason = f"{what} of {n_most:,} of {len(headers):,} recordings"
+            reason = f"{what} of {n_most:,} of {errors.how_many(len(headers), 'recording')}"
         elif "duration_s" in inferred and (similar := _similar_length(usable)):
             rate, shortest, n = similar
             given |= {"sample_rate": rate} if "sample_rate" in inferred else {}
@@ -436,7 +437,7 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             "the table has no label for any recording",
             code="no-label",
             path=manifest.table_path,
-            found=f"{len(listing):,} recordings without a label",
+            found=f"{errors.how_many(len(listing), 'recording')} without a label",
             remedy=f"fill in the column label, or score the recordings with a detector ({predict_command(manifest)})",
         )
     if not manifest.label_names and not manifest.naming.labels_by_folder:
@@ -444,7 +445,7 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             "the pattern matches no recording",
             code="pattern-matches-nothing",
             path=listing.folder,
-            found=f"{len(listing)} recordings, for example {listing.show(0)}",
+            found=f"{errors.how_many(len(listing), 'recording')}, for example {listing.show(0)}",
             expected=errors.show_path(manifest.naming.pattern),
             remedy="test the pattern with leakmel scan ROOT --pattern TEXT",
         )
@@ -453,7 +454,7 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             "the folder contains no label folders",
             code="no-label-folders",
             path=listing.folder,
-            found=f"{len(listing):,} recording{'s' * (len(listing) > 1)} directly in the folder",
+            found=f"{errors.how_many(len(listing), 'recording')} directly in the folder",
             expected="one folder per label",
             remedy="give the parent of the label folders, or give the labels with --table or --pattern (scan)",
         )
@@ -522,7 +523,7 @@ class BuildProposal:
 
     def lines(self) -> Iterator[str]:
         "Yield lines for a terminal."
-        groups = ", ".join(f"{n:,} {by}{'s' * (n != 1)}" for by, n in self.groups.items())
+        groups = ", ".join(errors.how_many(n, errors.noun_of(by)) for by, n in self.groups.items())
         none = "none in names and folders; --table or --pattern can name sensors and sessions, so that a split keeps each on one side"
         yield f"{'Proposed build' if self.command else 'No build can be proposed'}: {self.reason.rstrip('.')}."
         read = f", read from the names by --pattern {shlex.quote(self.pattern)}" * bool(self.pattern)
@@ -544,7 +545,7 @@ def propose_build(
     options: Sequence[str] = (),
 ) -> BuildProposal:
     "Propose the first build of a folder."
-    manifest, pattern = with_guess(manifest)
+    manifest, pattern = (manifest, "") if "--pattern" in options else with_guess(manifest)
     options = [*options, *["--pattern", pattern] * bool(pattern)]
     has_splits = bool(manifest.listings) and bool(manifest.listings[0].split)
     stem = re.sub(r"\W+", "-", Path(root).resolve().name).strip("-") or "data"
@@ -552,6 +553,8 @@ def propose_build(
     folder = os.path.realpath(root)
     if os.path.realpath(target).startswith(os.path.join(folder, "")):  # not among the recordings
         target = os.path.join(os.path.relpath(os.path.dirname(folder)), target)
+    if os.path.lexists(target) and os.path.isdir(target) != has_splits:
+        target = free_name(target)
     out = ["--split", "all", "--out", target] if has_splits else ["--out", target]
     command = shlex.join(["leakmel", "build", "./" * root.startswith("-") + root, *options, *out])
     table = manifest.table
@@ -592,7 +595,7 @@ def _single_label_groups(manifest: Manifest, groups: dict[str, int]) -> Iterator
             and (table.groupby(text_column(map(text_key, table[column])))["label"].nunique() == 1).all()
         ):
             yield (
-                f"each of the {n:,} {by}s has recordings of one label only, so a detector can learn the {by} "
+                f"each of the {errors.how_many(n, errors.noun_of(by))} has recordings of one label only, so a detector can learn the {by} "
                 f"instead of the leak: evaluate it with --group {by}"
             )
 

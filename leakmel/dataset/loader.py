@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.core.errors import DataError, MachineError, RecordingError, show_path
+from leakmel.core.errors import DataError, MachineError, RecordingError, how_many, show_path
 from leakmel.core.machine_code import BoundCall
 from leakmel.core.store import Folder
 from leakmel.dataset.schema import Rejected
@@ -269,7 +269,7 @@ def check_rejected_share(
     if k / n <= most:
         return  # a quotient, which is the decimal it should be where that is exact; a product is not
     raise BadFilesError(
-        f"{k:,} of {n:,} files ({percent(k / n)}) were rejected, but at most {percent(most)} are allowed, so nothing was published",
+        f"{k:,} of {how_many(n, 'file')} ({percent(k / n)}) were rejected, but at most {percent(most)} are allowed, so nothing was published",
         rejected,
         n,
         code="too-many-rejected",

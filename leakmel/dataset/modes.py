@@ -24,7 +24,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from leakmel.core.errors import DataError, MachineError, OutputError, UsageError, VerifyError, show_path
+from leakmel.core.errors import (
+    DataError,
+    MachineError,
+    OutputError,
+    UsageError,
+    VerifyError,
+    how_many,
+    show_path,
+)
 from leakmel.core.files import open_private, read_at, require_space, sealed, unsealed, write_at, write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import free_memory, usable_cores
@@ -549,7 +557,7 @@ class Preloaded(AbstractContextManager["Preloaded"]):
 
     def __repr__(self) -> str:
         n = sum(map(len, self.held.values()))
-        return f"Preloaded({n:,} of {len(self.manifest):,} recordings, {size_text(self.n_bytes)}, mode {self.choice.used}, {self.seconds:.2f} s)"
+        return f"Preloaded({n:,} of {how_many(len(self.manifest), 'recording')}, {size_text(self.n_bytes)}, mode {self.choice.used}, {self.seconds:.2f} s)"
 
 # %% ../../nbs/dataset/modes.ipynb #391328d4
 def _load_listing(
@@ -577,7 +585,7 @@ def _load_listing(
         ready.inflows[listing.split] = reader.cache_use
     seconds = timeline.now_s() - began_s
     speed = f"{size_text(cache.n_bytes)} in {seconds:.2f} s, {per_second(n / seconds)}"
-    return f"{what}, {len(cache):,} of {n:,} recordings, {speed}"
+    return f"{what}, {len(cache):,} of {how_many(n, 'recording')}, {speed}"
 
 
 def prepare(

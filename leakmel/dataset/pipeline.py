@@ -417,7 +417,7 @@ def join(
             "some parts are missing",
             code="parts-missing",
             path=folder,
-            found=f"{len(parts):,} of {n_parts:,} parts; missing: {shown}",
+            found=f"{len(parts):,} of {errors.how_many(n_parts, 'part')}; missing: {shown}",
             remedy=f"build the missing parts (--part {missing[0]}/{n_parts}), then join again",
         )
     files = ((path, False) for _, path in sorted(parts.items()))
@@ -773,7 +773,7 @@ def names_of(given: Mapping[str, Any]) -> dict[str, Any]:
     named = {name: given.get(name) or None for name in ("table", "columns", "pattern")}
     if given["data_root"] is None and not os.environ.get("LEAKMEL_DATA") and not any(named.values()):
         named |= (newest_recordings() or (None, {}))[1].get("named_by", {})
-    return named
+    return {name: None if text == "none" else text for name, text in named.items()}
 
 
 def table_hints(given: Mapping[str, Any], how: str) -> list[str]:
@@ -821,4 +821,4 @@ def find_data(
     demo.parent.mkdir(parents=True, exist_ok=True)
     with Progress(DEMO_FILES, label="demo data set", show=progress) as bar:
         done = write_demo(demo, n_files=DEMO_FILES, progress=bar.update)
-    return demo, f"a new demo data set ({done.n_files:,} synthetic recordings); {hint}"
+    return demo, f"a new demo data set ({errors.how_many(done.n_files, 'synthetic recording')}); {hint}"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core.errors import DataError, OutputError, VerifyError, show_path
+from leakmel.core.errors import DataError, OutputError, VerifyError, how_many, show_path
 from leakmel.core.files import read_own_json, replacing, sync_folder, write_errors, write_sealed
 from leakmel.core.progress import per_second
 from leakmel.core.timeline import Timeline, mean, peak, write_timeline
@@ -46,9 +46,9 @@ def reused_rows_sentence(
     if summary.get("nothing_to_do"):
         known = ", no recording of it has changed" if summary["verified"]["scope"] != "integrity only" else ""
         return f"nothing to do: the data set is complete{known}, and it passes verification"
-    source = f"{summary['parts']:,} parts" if summary.get("parts") else "the existing data set"
+    source = how_many(summary["parts"], "part") if summary.get("parts") else "the existing data set"
     texts = {"resumed_rows": "resumed from an interrupted build", "copied_rows": f"copied from {source}"}
-    parts = [f"{summary[key]:,} rows {text}" for key, text in texts.items() if summary.get(key)]
+    parts = [f"{how_many(summary[key], 'row')} {text}" for key, text in texts.items() if summary.get(key)]
     if changes := summary.get("changes"):
         parts.append("recordings changed since then: " + ", ".join(f"{n:,} {x}" for x, n in changes.items()))
     return "; ".join(parts)
@@ -108,7 +108,7 @@ class BuildResult:
 
     def __repr__(self) -> str:
         what = reused_rows_sentence(self.summary) or rate_text(self.summary)
-        files = f"{self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files"
+        files = f"{how_many(self.rows, 'row')} + {len(self.rejections):,} rejected = {how_many(self.found, 'file')}"
         return (
             f"BuildResult({self.path.name}: {files}, {self.seconds:.2f} s, {what}; {self.verified.verdict})"
         )
@@ -474,7 +474,7 @@ def earlier_result(target: Path) -> BuildResult | None:
             "the data set is damaged or not that of its report, and it has no parts",
             code="damaged-data-set",
             path=target,
-            found=next(iter(report.problems), f"{report.n_rows:,} rows, reported {n_rows:,}"),
+            found=next(iter(report.problems), f"{how_many(report.n_rows, 'row')}, reported {n_rows:,}"),
             remedy="build it again with --fresh",
         )
     seconds = timeline.now_s()

@@ -28,6 +28,7 @@ from leakmel.core.errors import (
     UsageError,
     VerifyError,
     explain,
+    how_many,
     missing_remedy,
     show_path,
 )
@@ -301,9 +302,7 @@ class MelDataset:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{n} {int((self.labels == i).sum()):,}" for i, n in enumerate(self.class_names))
-        return (
-            f"MelDataset({show_path(self.path.name)}: {len(self):,} rows of {self.mels.shape[1:]}, {counts})"
-        )
+        return f"MelDataset({show_path(self.path.name)}: {how_many(len(self), 'row')} of {self.mels.shape[1:]}, {counts})"
 
 # %% ../../nbs/dataset/reader.ipynb #123926c2
 def open_dataset(

@@ -54,10 +54,10 @@ class VerifyReport:
     def verdict(self) -> str:
         "The result in one line."
         if self.problems:
-            return f"NOT OK: {len(self.problems)} problem{'s' * (len(self.problems) > 1)}, first: {self.problems[0]}"
-        found = f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB"
+            return f"NOT OK: {errors.how_many(len(self.problems), 'problem')}, first: {self.problems[0]}"
+        found = f"ok: {self.checked:,} of {errors.how_many(self.n_rows, 'row')} recomputed in float64, largest difference {self.max_abs_db:.4f} dB"
         if self.scope == "integrity only":
-            found = f"ok (integrity only: {self.n_rows:,} rows match their digests; none was compared with its recording)"
+            found = f"ok (integrity only: {errors.how_many(self.n_rows, 'row')} match their digests; none was compared with its recording)"
         if not self.labels_compared:
             found += "; labels and names were not compared: give the table (table=, --table)"
         return found
@@ -341,7 +341,7 @@ def _recordings_folder(
     if folder.is_remote or not len(paths) or any(there):
         return folder
     raise errors.DataError(
-        f"the folder contains none of the {len(paths):,} recordings, for example {errors.show_path(paths[0])}: "
+        f"the folder contains none of the {errors.how_many(len(paths), 'recording')}, for example {errors.show_path(paths[0])}: "
         "give the data folder that the data set was built from",
         code="no-recordings",
         path=folder,

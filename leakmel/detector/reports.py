@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core.errors import RecordingError, show_path
+from leakmel.core.errors import RecordingError, how_many, show_path
 from leakmel.core.store import Folder
 from leakmel.detector.data.segments import conform_recording, covered_samples, cut_into_rows
 from leakmel.detector.evaluate.evaluation import Evaluation
-from leakmel.detector.evaluate.plots import ScoredSpectrogram, counted, spectrogram_figure, threshold_slider
+from leakmel.detector.evaluate.plots import ScoredSpectrogram, spectrogram_figure, threshold_slider
 from leakmel.detector.evaluate.resampling import CrossValidation
 from leakmel.detector.model.card import evaluation_text
 from leakmel.detector.predict.predict import Predictions, ScoredRecording
@@ -106,7 +106,7 @@ def score_by_level(predictions: Predictions) -> "go.Figure":
     fig = style.styled_figure(
         traces,
         title or "Too few recordings to compare score and level",
-        f"{len(audible):,} recordings that are not silent{fewer}",
+        f"{how_many(len(audible), 'recording')} that are not silent{fewer}",
         height=320,
         xaxis={"title": {"text": "level (dB re full scale)"}},
         yaxis={"title": {"text": "score"}, "range": [-0.02, 1.02]},
@@ -164,7 +164,7 @@ def suspicious_mels(
         shown,
         predictions.spec,
         threshold=rule.threshold,
-        title=f"The {counted(len(shown), 'most suspicious recording')}",
+        title=f"The {how_many(len(shown), 'most suspicious recording')}",
         note=f"Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment; {style.plain_text(str(rule))}",
     )
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from leakmel import __version__
-from leakmel.core.errors import DataError, UsageError, require_count, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, require_count, show_path
 from leakmel.core.export import require_package
 from leakmel.core.files import write_whole
 from leakmel.core.store import Folder, output_path
@@ -395,7 +395,7 @@ def check_recordings(
             "no recording of the folder can be compared with the exported file",
             code="no-recordings",
             path=folder,
-            found=f"{len(chosen):,} recordings, all shorter than {spec.duration_s:g} s or rejected",
+            found=f"{how_many(len(chosen), 'recording')}, all shorter than {spec.duration_s:g} s or rejected",
             remedy="give a folder of recordings of the model's length",
         )
     labels = [label_in(done.scored.paths[i]) for i in rows]
@@ -641,8 +641,10 @@ class OnnxExport:
             f"{show_path(self.path)}: {self.kind} detector, {self.n_bytes:,} bytes",
             f"{'float32: ' if int8 else ''}{check.text}",
         ]
-        lines += [f"int8: {x.text}; ranges from {x.ranges:,} others" for x in [int8] if x is not None]
-        left_out = f"{check.left_out:,} recordings, rejected or shorter than the model's length"
+        lines += [
+            f"int8: {x.text}; ranges from {how_many(x.ranges, 'other')}" for x in [int8] if x is not None
+        ]
+        left_out = f"{how_many(check.left_out, 'recording')}, rejected or shorter than the model's length"
         notes = [
             (
                 check.probability is None,

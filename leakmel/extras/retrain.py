@@ -21,7 +21,7 @@ import pandas as pd
 
 from leakmel import __version__
 from leakmel.core.comparison import match_texts
-from leakmel.core.errors import DataError, UsageError, require_choice, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, require_choice, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.operation import RowTable, user_path
 from leakmel.core.progress import Progress, announce
@@ -419,7 +419,7 @@ def fine_tune(
     rule = metrics.choose_rule(validation.is_leak, scores, settings.vote, settings.vote_share)
     challenger = replace(challenger, **rule.options())
     groups = significance.recording_groups(recordings_of(validation))
-    method = f"{len(scores):,} validation recordings"
+    method = how_many(len(scores), "validation recording")
     return challenger.with_held_out(scores, validation.is_leak, groups, method)
 
 # %% ../../nbs/extras/retrain.ipynb #8910e3f1
@@ -619,7 +619,7 @@ class Round(RowTable):
         r, duel = self.record, self.duels["testing"]
         figure = r["rules"]["metric"]
         new = [
-            f"{show_path(k)} {c['recordings']:,} recordings, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
+            f"{show_path(k)} {how_many(c['recordings'], 'recording')}, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
             for k, c in r["kept"].items()
         ]
         apart = {
@@ -781,7 +781,7 @@ def promotion_plot(done: "Round") -> Any:  # plotly.graph_objects.Figure
     return styled_figure(
         traces,
         "The challenger is the new champion" if done.replaced else "The champion stays",
-        f"{len(duel.groups.code):,} test recordings; lines: 95 % confidence intervals, if they are known",
+        f"{how_many(len(duel.groups.code), 'test recording')}; lines: 95 % confidence intervals, if they are known",
         height=340,
         xaxis={"title": {"text": "value"}, "range": [0, 1.02]},
         yaxis={"title": {"text": ""}, "autorange": "reversed"},
@@ -822,7 +822,7 @@ def _check_test_set(folder: Path, lineage: files.Lineage | None, parts: Mapping[
             raise DataError(
                 f"all recordings of {name} belong to one class, but leaks and others are needed",
                 code="class-missing",
-                found=f"{int(is_leak.sum()):,} leaks in {len(is_leak):,} recordings",
+                found=f"{how_many(int(is_leak.sum()), 'leak')} in {how_many(len(is_leak), 'recording')}",
                 remedy="use test recordings of both classes",
             )
     digest = digest_of(part_digest(parts["testing"]).encode())

@@ -32,6 +32,7 @@ from leakmel.core.errors import (
     OutputError,
     UsageError,
     explain,
+    how_many,
     install_command,
     require_choice,
     show_path,
@@ -440,7 +441,7 @@ class SearchResult(RowTable):
         shown = [t for t in self.trials if t.f1s]
         table = self.table().loc[[t.number for t in shown]]
         symbols = {"complete": "circle", "pruned": "x-thin-open", "failed": "triangle-down"}
-        texts = [f"{t.state}, {len(t.f1s)} epochs: {changes_text(t.changes)}" for t in shown]
+        texts = [f"{t.state}, {how_many(len(t.f1s), 'epoch')}: {changes_text(t.changes)}" for t in shown]
         points = go.Scatter(
             name="trials",
             x=table.index,
@@ -812,7 +813,7 @@ def search(
         s = _Search(folder, identity, base, searched, pruning, how, stop_file, show, bar, client, n)
         try:
             s.keep(*before)
-            s.note(f"{len(s.trials):,} trials finished before")
+            s.note(f"{how_many(len(s.trials), 'trial')} finished before")
             s.run(trials, again, math.inf if hours is None else began + 3600 * hours - time.monotonic())
             return s.conclude(trials, again, stamp)
         except BaseException as e:
@@ -822,6 +823,6 @@ def search(
             if not isinstance(e, Exception):  # in place of the note of the training
                 same = "the same command" + (" without resume='never'" if resume == "never" else "")
                 e.__notes__ = [
-                    f"The search was interrupted after {len(s.trials):,} trials: run {same} to resume it ({show_path(folder)})"
+                    f"The search was interrupted after {how_many(len(s.trials), 'trial')}: run {same} to resume it ({show_path(folder)})"
                 ]
             raise

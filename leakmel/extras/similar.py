@@ -29,6 +29,7 @@ from leakmel.core.errors import (
     OutputError,
     RecordingError,
     UsageError,
+    how_many,
     missing_remedy,
     require_count,
     show_path,
@@ -142,8 +143,8 @@ class Embeddings:
         return target
 
     def __repr__(self) -> str:
-        left = f", {len(self.rejections):,} files rejected" if self.rejections else ""
-        return f"Embeddings({len(self):,} recordings x {self.vectors.shape[1]} values of {self.kind}{left})"
+        left = f", {how_many(len(self.rejections), 'file')} rejected" if self.rejections else ""
+        return f"Embeddings({how_many(len(self), 'recording')} x {self.vectors.shape[1]} values of {self.kind}{left})"
 
 
 def _checked_target(path: str | os.PathLike) -> Path:
@@ -566,10 +567,11 @@ class SimilarRecordings:
             for n in s["neighbours"]
         ]
         lines = [
-            f"{s['query']}: the most similar of {len(self.among):,} recordings by {self.among.kind}",
+            f"{s['query']}: the most similar of {how_many(len(self.among), 'recording')} by {self.among.kind}",
             f"  {self.finding}",
             *near,
-            *[f"  {s['rejected']:,} files could not be read and were not searched"] * bool(s["rejected"]),
+            *[f"  {how_many(s['rejected'], 'file')} could not be read and were not searched"]
+            * bool(s["rejected"]),
         ]
         return "\n".join(lines)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from leakmel.core.errors import SpecError, require_choice
+from leakmel.core.errors import SpecError, how_many, require_choice
 from leakmel.recordings.conform import ConformRules, SegmentGrid
 
 # %% ../../nbs/mel/spec.ipynb #f5133487
@@ -172,7 +172,8 @@ class MelSpec:
         n_long, n_short, n_frames = self.grid.shape
         return (
             f"MelSpec({self.preset_name or 'own'}: {self.duration_s:g} s at {self.sample_rate} Hz, {n_long} long x {n_short} short x "
-            f"{self.n_mels} {self.mel_scale} mels x {n_frames} frames, {self.f_min_hz:g}-{self.top_hz:g} Hz, power {self.power:g}, {self.fingerprint()})"
+            f"{self.n_mels} {self.mel_scale} mels x {how_many(n_frames, 'frame')}, "
+            f"{self.f_min_hz:g}-{self.top_hz:g} Hz, power {self.power:g}, {self.fingerprint()})"
         )
 
     @property

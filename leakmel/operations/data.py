@@ -10,6 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join, quote
@@ -17,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import leakmel as lm
 from leakmel.core.comparison import likely_leaks
-from leakmel.core.errors import UsageError, show_path
+from leakmel.core.errors import LeakmelError, UsageError, how_many, show_path
 from leakmel.core.operation import (
     Operation,
     Outcome,
     RowTable,
     Run,
+    free_name,
     operation,
     option,
     refuse_unused,
@@ -46,28 +48,52 @@ class NamedRecordings(Operation):
     table: str | None = option(None, metavar="FILE")
     # columns of the table that have other names, for example sensor=pipe,recording=file
     columns: str = option("", metavar="NAME=COLUMN,...")
-    # pattern of the paths without extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': fields as in --table, {*} any text, {**} any
-    # folders; with --table it reads what the table leaves empty
+    # pattern of the paths without extension, like '{label}/{sensor}_{start_time}': fields of --table, {*} any text, {**} any folders; fills what
+    # a table lacks (default: guessed; none: no guess)
     pattern: str | None = option(None, metavar="TEXT")
 
     @property
     def named_by(self) -> dict[str, Any]:
         "What names the recordings, as arguments of `scan`; empty: their folders."
-        given = {"table": self.table, "columns": self.columns or None, "pattern": self.pattern}
+        pattern = None if self.pattern == "none" else self.pattern
+        given = {"table": self.table, "columns": self.columns or None, "pattern": pattern}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def words(self) -> list[str]:
         "The words of a command that name the recordings."
-        return [word for name, value in self.named_by.items() for word in (f"--{name}", os.fspath(value))]
+        named = self.named_by | ({} if self.pattern is None else {"pattern": self.pattern})
+        return [word for name, value in named.items() for word in (f"--{name}", os.fspath(value))]
+
+    def table_command(self, root: str, manifest: "lm.Manifest", has_labels: bool) -> str:
+        """Return the command that scans with the unused table that names most recordings; empty: there is none.
+
+        Where folders have labels, it names nine of ten recordings.
+        """
+        from leakmel.recordings.labels import unused_tables
+
+        best = (0.9 * len(manifest) * has_labels, "")
+        for kind, file, where, columns in (
+            () if self.table else unused_tables(Path(root).absolute(), vars(self))
+        ):
+            with suppress(LeakmelError):
+                found = lm.scan(where, table=file, columns=columns or None, progress="none")
+                n_named = sum(int((x.label_ids >= 0).sum()) for x in found.listings)
+                there = root if where == Path(root).absolute() else os.path.relpath(where)
+                words = ["--table", os.path.relpath(file), *(["--columns", columns] if columns else [])]
+                command = join(map(show_path, ["leakmel", "scan", there, *words]))
+                best = max(best, (n_named * (kind == "table"), command), key=lambda x: x[0])
+        return best[1]
 
 
 def with_hints(asked: Operation) -> Operation:
-    "Return a command; name the tables by people that it could use and does not."
-    if asked.command.name in ("scan", "build", "train", "evaluate", "predict", "review", "nightly"):
+    "Return a command; name the tables by people that it could use and does not, once on the way to a detector."
+    if asked.command.name in ("scan", "build", "train"):
         from leakmel.dataset.pipeline import table_hints
 
-        for hint in table_hints(vars(asked), "add --{} {}"):
+        # a table of recordings was named before; people may have labelled since then
+        known = {"table": os.curdir} if asked.command.name == "train" else {}
+        for hint in table_hints(vars(asked) | known, "add --{} {}"):
             print_error(hint)
     return asked
 
@@ -120,10 +146,9 @@ class Scan(NamedRecordings):
     save: str | None = option(None, metavar="FILE")
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.dataset.inputs import propose_build
-        from leakmel.recordings.labels import unused_tables
-        from leakmel.recordings.manifest import hints, shared_groups
-        from leakmel.recordings.problems import CANNOT_BE_USED, count_kinds, group_of, how_many
+        from leakmel.dataset.inputs import LABELS_DEEPER, propose_build
+        from leakmel.recordings.manifest import deeper_labels, hints, shared_groups
+        from leakmel.recordings.problems import CANNOT_BE_USED, count_kinds, group_of
 
         split = None if self.split == "all" else self.split
         manifest = lm.scan(
@@ -140,12 +165,15 @@ class Scan(NamedRecordings):
             f"{name} {sum(counts.values()):,} ({', '.join(f'{show_path(x)} {k:,}' for x, k in counts.items()) or 'none'})"
             for name, counts in manifest.counts().items()
         ]
-        # a table that names the recordings, and is not used, explains why they have no label
-        tables = (
-            unused_tables(Path(os.path.abspath(self.root)), vars(self)) if lost and not self.table else ()
+        proposal = (
+            propose_build(manifest, os.fspath(self.root), options=self.words) if len(manifest) else None
         )
-        unused = next((found for found in tables if found[0] == "table"), None)
-        whole = [] if unused else list(hints(manifest))
+        can_build = proposal is not None and bool(proposal.command)
+        other = self.table_command(self.root, manifest, can_build and len(manifest.label_names) > 1)
+        # a table that names the recordings, and is not used, explains why they have no label
+        whole = [] if other and lost else list(hints(manifest))
+        if not other and not can_build and deeper_labels(manifest):
+            other = join(["leakmel", "scan", self.root, "--pattern", LABELS_DEEPER])
         lines = [f"{how_many(len(manifest), 'recording')}: {', '.join(parts)}", *whole]
         lines += [repr(manifest.preview)] * (manifest.preview is not None)
         where = "" if self.content else " in names and folders (--content also reads the recordings)"
@@ -154,11 +182,9 @@ class Scan(NamedRecordings):
             if problems
             else f"No problems found{where}."
         )
-        proposal = None
-        if len(manifest):
-            proposal = propose_build(manifest, os.fspath(self.root), options=self.words)
+        if proposal is not None:
             facts = (line for line in proposal.lines() if line.strip() != proposal.command)
-            then = proposal.command or self._other_names(manifest, unused)
+            then = f"{other}{' --content' * self.content}" if other else proposal.command
             lines.append(run.answer(facts, next=then))
         lines += [f"listing: {stored}"] * (stored is not None)
         body = {
@@ -178,24 +204,17 @@ class Scan(NamedRecordings):
         is_ok = len(manifest) and not lost and not (self.strict and problems)
         return Outcome(manifest, body, "\n".join(lines), 0 if is_ok else 1)
 
-    def _other_names(self, manifest: "lm.Manifest", unused: tuple[str, Path, Path, str] | None) -> str:
-        "Return the command that takes the labels from where they are: a table, or folders one level deeper; empty: from neither."
-        from leakmel.dataset.inputs import LABELS_DEEPER
-        from leakmel.recordings.manifest import deeper_labels
-
-        words = ["--pattern", LABELS_DEEPER] if deeper_labels(manifest) else []
-        root = self.root
-        if unused is not None:
-            _, file, where, columns = unused
-            root = root if where == Path(os.path.abspath(root)) else show_path(where)
-            words = [
-                "--table",
-                show_path(os.path.relpath(file)),
-                *(["--columns", columns] if columns else []),
-            ]
-        return join(["leakmel", "scan", root, *words, *["--content"] * self.content]) if words else ""
-
 # %% ../../nbs/operations/data.ipynb #e0cb2b5d
+def one_label(names: Sequence[str]) -> str:
+    "Return what to do where all recordings have one label; empty where they have more."
+    also = "give a table with paths and labels, a pattern with {label}, or the folder of all label folders"
+    return (
+        f"Every recording has the label {show_path(names[0])}, and a detector needs two: {also}"
+        if len(names) == 1
+        else ""
+    )
+
+
 @dataclass(frozen=True, repr=False)
 class BuildPlan(RowTable):
     "Settings and inputs of a build before it starts."
@@ -255,14 +274,14 @@ class BuildPlan(RowTable):
         from leakmel.dataset.job import waveform_shape
         from leakmel.dataset.loader import percent
         from leakmel.recordings.manifest import unlabelled_hint
-        from leakmel.recordings.problems import count_kinds, how_many
+        from leakmel.recordings.problems import count_kinds
 
         spec, w, n = self.spec, self.workers, len(self.manifest)
         n_long, n_short, n_mels, n_frames = spec.row_shape
         splits = ", ".join(f"{x.split or 'one folder'} {len(x):,}" for x in self.manifest.listings)
         totals = sum((Counter(c) for c in self.manifest.counts().values()), Counter[str]())
         labels = [
-            f"{show_path(x)} = {i} ({totals[x]:,} recordings)"
+            f"{show_path(x)} = {i} ({how_many(totals[x], 'recording')})"
             for i, x in enumerate(self.manifest.label_names)
         ]
         counts = count_kinds(self.manifest.problems["kind"]).items()
@@ -280,6 +299,7 @@ class BuildPlan(RowTable):
             "data": f"{show_path(self.data_root)}: {self.data_note}",
             "recordings": f"{n:,}: {splits}",
             "labels": ", ".join(labels),
+            "one label": one_label(self.manifest.label_names),
             "problems": ", ".join(problems) if counts else "none found in names and folders",
             "not labelled": unlabelled_hint(self.manifest),
             "spec": repr(spec),
@@ -398,6 +418,7 @@ class Build(WithFeatures):
         from leakmel.dataset.modes import pick_mode
         from leakmel.dataset.pipeline import find_data, names_of, table_hints
         from leakmel.recordings.labels import read_labels
+        from leakmel.recordings.manifest import with_guess
 
         check_analysis(self.analysis)
         root, note = find_data(self.data_root, progress=run.progress)
@@ -406,10 +427,12 @@ class Build(WithFeatures):
             note += f"; labels by people in {show_path(self.labels)}"
         named = {name: text for name, text in names_of(vars(self)).items() if text}
         note += "".join(f"; names by {what} {show_path(v)}" for what, v in named.items())
-        note = "; ".join(
-            [note, *table_hints({**vars(self), **named, "data_root": str(root)}, "set {} = {!r}")]
-        )
         manifest = lm.scan(root, **named)
+        if self.pattern is None and (guessed := with_guess(manifest))[1]:
+            manifest, named["pattern"] = guessed
+            note += f"; {GUESSED}{named['pattern']}"
+        unused = table_hints({**vars(self), **named, "data_root": str(root)}, "set {} = {!r}")
+        note = "; ".join([note, *unused])
         split = self.split or "all"
         if not manifest.listings[0].split:
             if split != "all":
@@ -465,13 +488,16 @@ class Build(WithFeatures):
             return super().__call__(run)
         if self.report:
             import plotly  # noqa: F401  # a missing package is an error now, not after the build
+        from leakmel.recordings.manifest import with_guess
+
         root: Any = self.data_root
         given, *notes = self._given(root, run)
-        if self.listing is not None:
-            given["manifest"] = lm.Manifest.load(self.listing)
-        elif self.named_by:
+        if self.listing is None:
             split = None if self.split == "all" else self.split
-            given["manifest"] = lm.scan(root, split=split, **self.named_by, progress=run.progress)
+            manifest = lm.scan(root, split=split, **self.named_by, progress=run.progress)
+        else:
+            manifest = lm.Manifest.load(self.listing)
+        given["manifest"] = with_guess(manifest)[0] if self.pattern is None else manifest
         if self.part is not None:
             return self._build_part(given)
         given |= {"cluster": self.cluster, "upload": self.upload}
@@ -493,11 +519,15 @@ class Build(WithFeatures):
             likely = [x for x in labels if x.casefold() == "leak"][:1] or likely_leaks(labels)
             word = quote(likely[0]) if len(likely) == 1 else "LABEL"
             leak = "" if word.casefold() == "leak" else f" --leak-label {word}"
-            if word == "LABEL":
+            if word == "LABEL" and len(labels) > 1:
                 table = "" if likely or self.named_by else ". Folders that are no labels: --table FILE"
                 shown = [*map(show_path, labels[:6]), *[f"{len(labels):,} in all"] * (len(labels) > 6)]
                 lines.insert(len(results), f"Which label names leaks? Found {', '.join(shown)}{table}")
-            then = [f"next: leakmel train {quote(show_path(made))} --out detector{leak}"]
+            then = [f"next: leakmel train {quote(show_path(made))} --out {free_name('detector')}{leak}"]
+            if text := one_label(labels):
+                lines.insert(len(results), text)
+                command = self.table_command(root, manifest, has_labels=False)
+                then = [f"next: {command}"] * bool(command)
         lines[len(results) : len(results)] = [f"report: {path}" for path in report.values()]
         answer = run.answer([*lines, *notes], how)
         return Outcome(
@@ -540,7 +570,9 @@ class Build(WithFeatures):
         options |= {"root": self.data_root, "part": self.part, "split": self.split, "out": self.out}
         made = lm.build_part(**options)
         what = (
-            "complete before" if made.was_complete else f"{made.found:,} recordings in {made.seconds:.2f} s"
+            "complete before"
+            if made.was_complete
+            else f"{how_many(made.found, 'recording')} in {made.seconds:.2f} s"
         )
         if made.path.suffix == ".empty":
             what += f", {'none of which can be used' if made.found else 'because there are more parts than recordings'}"
@@ -550,6 +582,9 @@ class Build(WithFeatures):
         return Outcome(made, body | {"path": show_path(made.path)}, text)
 
 # %% ../../nbs/operations/data.ipynb #92fe2a7a
+GUESSED = "sensors and times from the names: "  # and the pattern
+
+
 def build_text(result: "lm.BuildResult") -> str:
     "Return how a data set was built: the time, the engine and the page cache."
     from leakmel.dataset.publish import rate_text, reused_rows_sentence
@@ -595,10 +630,12 @@ def build_answer(
             ("labels: ", counts_text(people) if people else ""),
             ("changed to fit: ", format_counts(s["status_counts"])),
         )
-        counted = f"{r.rows:,} rows + {n_rejected:,} rejected = {r.found:,} files found"
+        counted = f"{how_many(r.rows, 'row')} + {n_rejected:,} rejected = {how_many(r.found, 'file')} found"
         lines.append(f"{show_path(r.path.name)}: {counted}; {r.verified.verdict}")
         split = f"{r.split}, " * (len(results) > 1)
         facts += [f"  {split}{name}{text}" for name, text in texts if text]
+    guessed = results[0].summary["named_by"].get("pattern", "") if "--pattern" not in words else ""
+    lines += [f"{GUESSED}{guessed}"] * bool(guessed)
     problems = sum((Counter(r.summary["problems_by_kind"]) for r in results), Counter[str]())
     if problems:
         scan = join(["leakmel", "scan", show_path(results[0].summary["root"]), *words, "--content"])
@@ -651,7 +688,7 @@ class Join(Operation):
         made = lm.join(
             self.out, pipeline=speed, check=self.check, keep_parts=self.keep_parts, progress=run.progress
         )
-        then = f"leakmel train {quote(show_path(made.path))} --out detector"
+        then = f"leakmel train {quote(show_path(made.path))} --out {free_name('detector')}"
         return Outcome(made, made.summary, run.answer(build_answer([made], ()), next=then))
 
 
@@ -678,5 +715,7 @@ class Verify(Operation):
             f"{path}: {report.verdict}",
             *(f"  {p}" for p in report.problems[1:]),
         ]  # the verdict has the first
-        text = run.answer(lines, next=f"leakmel train {quote(path)} --out detector" if report.ok else "")
+        text = run.answer(
+            lines, next=f"leakmel train {quote(path)} --out {free_name('detector')}" * report.ok
+        )
         return Outcome(report, report.to_dict() | {"path": path}, text, 0 if report.ok else 1)

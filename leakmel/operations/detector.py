@@ -15,7 +15,7 @@ from shlex import quote
 from typing import Any, Literal, cast
 
 import leakmel as lm
-from leakmel.core.errors import DataError, UsageError, missing_remedy, require_count, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, missing_remedy, require_count, show_path
 from leakmel.core.files import read_own_json
 from leakmel.core.operation import (
     Operation,
@@ -23,6 +23,7 @@ from leakmel.core.operation import (
     RowTable,
     Run,
     Texts,
+    free_name,
     newest_files,
     operation,
     option,
@@ -127,7 +128,12 @@ def _in_folder(folder: Path) -> dict[str, Path]:
     return {part: path for part, path in paths.items() if path.is_file()}
 
 
-def find_data_set(path: str | os.PathLike, part: str) -> Path:  # part: of PARTS; raises DataError
+def find_data_set(
+    path: str | os.PathLike,
+    part: str,  # of PARTS
+    # what to do where there is none
+    otherwise: str = "build it (leakmel build ROOT --split all --out DIR), or name the file",
+) -> Path:  # raises DataError
     "Find the data set of a part, by its file or in a folder with one for each part."
     from leakmel.dataset.schema import data_set_name
 
@@ -142,9 +148,7 @@ def find_data_set(path: str | os.PathLike, part: str) -> Path:  # part: of PARTS
             code="data-set-missing",
             path=given,
             expected=found.name,
-            remedy=missing_remedy(
-                given, "build it (leakmel build ROOT --split all --out DIR), or name the file"
-            ),
+            remedy=missing_remedy(given, otherwise),
         )
     return found
 
@@ -157,7 +161,12 @@ def find_test_sets(
     "Find the test sets of an evaluation, and the training and validation sets; raises DataError."
     folders = [_in_folder(user_path(p)) for p in data]
     given = {"training": training, "validation": validation, "testing": data}
-    found = {part: [find_data_set(p, part) for p in paths] for part, paths in given.items()}
+    found = {part: [find_data_set(p, part) for p in given[part]] for part in ("training", "validation")}
+    way = "evaluate by cross-validation (leakmel train {} --cross-validate --out {}), or name the file of a test set"
+    found["testing"] = [
+        find_data_set(p, "testing", *[way.format(quote(show_path(p)), free_name("folds"))] * bool(own))
+        for p, own in zip(data, folders, strict=True)
+    ]
     for part in ("training", "validation"):
         found[part] = found[part] or [files[part] for files in folders if part in files]
     return {part: files for part, files in found.items() if files}
@@ -405,6 +414,9 @@ class Train(WithTraining):
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Train and evaluate."
+        from leakmel.detector.data.splits import recordings_table, sensor_command
+        from leakmel.detector.model.card import NO_SENSOR
+
         result = self.train(plan, run)
         evaluation = self.evaluate(plan, result, run)
         # a command in the first step is the one to paste
@@ -418,11 +430,19 @@ class Train(WithTraining):
             report["report"] = show_path(training_report(result, evaluation, plan.out / "report.html"))
             lines.insert(4, f"report: {report['report']}")
         body = run_summary(result, evaluation) | report
+        with lm.open_dataset(plan.files["training"], legacy=self.legacy) as ds:
+            named = sensor_command(recordings_table([ds], progress="none")) if NO_SENSOR in step else ""
         then = (
             command.partition("`")[0]
             or f"leakmel predict FOLDER --model {quote(show_path(result.model_path))}"
         )
-        return Outcome(result, body, run.answer(lines, rest, next=then))
+        if self.data and then.startswith(
+            "leakmel train"
+        ):  # a cross-validation, with the settings of this training
+            unused = ("out", "resume", "allow_leaky_split", "evaluation", "checkpoints", "report")
+            out = free_name(f"{self.out}-folds")
+            then = self.typed("--cross-validate", "--out", out, leave_out=unused)
+        return Outcome(result, body, run.answer(lines, rest, next=named or then))
 
     def _answer(self, result: "lm.TrainResult", evaluation: "lm.Evaluation | None", step: str) -> list[str]:
         "Return what a person acts on: the detector, its evaluation, and the next step."
@@ -511,7 +531,8 @@ class Train(WithTraining):
             by_one_group = cast("lm.CrossValidation", found)
             pages = {"report": show_path(cross_validation_report(by_one_group, out / "report.html"))}
         lines = [*found.answer_lines(), *map(": ".join, pages.items())]
-        then = f"leakmel train {quote(self.data or 'DATA')} --out detector"
+        resampling = ("cross_validate", "learning_curve", "n_folds", "seeds", "report", "out", "group")
+        then = self.typed("--out", free_name("detector"), leave_out=resampling)
         return Outcome(found, found.to_dict() | pages, run.answer(lines, [repr(found)], next=then))
 
 # %% ../../nbs/operations/detector.ipynb #70d46a6c
@@ -720,7 +741,7 @@ class Predict(Operation):
                 "all recordings were rejected",
                 code="all-rejected",
                 path=plan.given["folder"],
-                found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
+                found=f"{how_many(done.found, 'file')}; first {show_path(first.path)}: {first.message}",
                 remedy=f"see {show_path(plan.out / 'predictions.rejected.csv')}",
             )
         body = done.summary

@@ -22,6 +22,7 @@ from leakmel.core.errors import (
     OutputError,
     UsageError,
     explain,
+    how_many,
     install_command,
     missing_remedy,
     show_path,
@@ -32,6 +33,7 @@ from leakmel.core.operation import (
     Outcome,
     Run,
     Texts,
+    free_name,
     operation,
     option,
     refuse_unused,
@@ -117,7 +119,9 @@ class WorkingFolder:
             ),
             "In JupyterLab, open start.ipynb and run its cells.": True,
         }
-        lines = [f"{show_path(self.folder)}: {len(self.created)} notebooks created, results go to runs/"]
+        lines = [
+            f"{show_path(self.folder)}: {how_many(len(self.created), 'notebook')} created, results go to runs/"
+        ]
         lines += [note for note, holds in notes.items() if holds]
         return "\n".join([*lines, f"next: {self.summary['next']}"])
 
@@ -320,9 +324,13 @@ class Suggest(Operation):
             mix=sample_mix(self.mix),
             progress=run.progress,
         )
-        scores = f"--scores {shlex.quote(self.out)}" if self.out else f"--model {shlex.quote(self.model)}"
-        then = f"leakmel review {shlex.quote(self.folder)} {scores}"
-        return Outcome(found, found.summary, run.answer([found.text()], next=then))
+        lines = [
+            *["not stored: the next command writes this list to a file"] * (self.out is None),
+            found.text(),
+        ]
+        store = self.typed("--out", free_name("to_label.csv"))
+        then = shlex.join(["leakmel", "review", self.folder, "--scores", self.out]) if self.out else store
+        return Outcome(found, found.summary, run.answer(lines, next=then))
 
 # %% ../../nbs/operations/extras.ipynb #28ffc9c8
 _QUEUES = Literal[
@@ -384,13 +392,15 @@ class Review(Operation):
             raise wrong_arguments(f"the queue {self.queue} needs scores", expected=expected)
 
     def __call__(self, run: Run) -> Outcome:
+        from leakmel.dataset.pipeline import newest_recordings
         from leakmel.extras.review.review import lab_command, review_parameters, write_review
 
         asked, _ = with_newest({**vars(self), "data_root": self.folder}, progress=run.progress)
         folder, model = asked["data_root"], asked["model"]
         if self.folder is None:
+            what = "newest here" if newest_recordings() else "no build here, so the demo"
             print_error(
-                f"newest here: recordings {folder}, model {model}. For others: leakmel review FOLDER --model FILE"
+                f"{what}: recordings {folder}, model {model}. For others: leakmel review FOLDER --model FILE"
             )
         replace(self, folder=folder, model=model)._check()
         given = review_parameters(
@@ -459,7 +469,7 @@ class Similar(_Embedding):
             spec=self.features,
             progress=run.progress,
         )
-        again = shlex.join(["leakmel", "similar", self.file, "--in", self.among, "--html", "similar.html"])
+        again = self.typed("--html", free_name("similar.html"))
         text = run.answer([found.text()], next=again if page is None else "")
         if page is not None:
             from leakmel.pages.page_figures import Section, write_report
@@ -589,10 +599,8 @@ class Correlate(Operation):
         own = values_of(self, "distance_m clock_error_s offset_s distance_error_m speed_error_m_s method")
         given = {name: value for name, value in own.items() if value is not None}
         found = lm.correlate(a, b, speed_m_s=speed, band_hz=None if band[0] is None else band, **given)
-        pipe = given | values_of(self, "speed_m_s material diameter_mm wall_mm")
-        words = (f"--{name.replace('_', '-')}={value}" for name, value in pipe.items() if value is not None)
-        again = ["leakmel", "correlate", *filter(None, [self.a, self.b]), *words, "--html=position.html"]
-        text = run.answer([found.text()], next=shlex.join(again) if page is None else "")
+        again = self.typed("--html", free_name("position.html"))
+        text = run.answer([found.text()], next=again if page is None else "")
         if page is not None:
             correlation_page(found, page)
             text += f"\nreport: {show_path(page)}"
@@ -991,10 +999,10 @@ class Cache(Operation):
         files = list_cache(folder) if is_list else clear_cache(folder, unused_days=self.unused_days)
         n_bytes = sum(f.n_bytes for f in files)
         there = show_path(folder) if folder.is_dir() else f"{show_path(folder)} (no such folder)"
-        count = f"{'' if is_list else 'removed '}{len(files):,} cache file{'s' * (len(files) != 1)}"
+        count = f"{'' if is_list else 'removed '}{how_many(len(files), 'cache file')}"
         lines = [f"{count}, {size_text(n_bytes)} in {there}"]
         for f in files:
-            what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
+            what = f.problem or f"{how_many(f.recordings, 'recording')} of {f.folder}"
             lines.append(
                 f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}"
             )
@@ -1050,7 +1058,9 @@ class Tune(WithFeatures):
         text = run.answer(
             [f"{figures['seconds']:.1f} s; {figures['advice']}", *figures["notes"]],
             [spec_note, tune_table(figures)],
-            next=f"leakmel build {shlex.quote(self.data_root or 'RECORDINGS')} --out mels",
+            next=self.typed("--out", free_name("mels.h5"), leave_out=("budget_s", "work_dir")).replace(
+                "machine tune", "build"
+            ),
         )
         return Outcome(figures, figures, text)
 

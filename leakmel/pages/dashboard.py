@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core.errors import DataError, LeakmelError, require_count, show_path
+from leakmel.core.errors import DataError, LeakmelError, how_many, require_count, show_path
 from leakmel.core.files import read_own_json
 from leakmel.core.operation import runs_folder, user_path
 from leakmel.core.parameters import Kinds
@@ -38,7 +38,7 @@ from leakmel.dataset.publish import BuildResult, rate_text, reused_rows_sentence
 from leakmel.dataset.reader import MelDataset, open_dataset
 from leakmel.pages import plots
 from leakmel.pages.page_figures import Section, filled, write_report
-from leakmel.recordings.problems import ProblemReport, format_counts, how_many, show_place
+from leakmel.recordings.problems import ProblemReport, format_counts, show_place
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -258,7 +258,11 @@ def cache_sentence(summary: Mapping[str, Any]) -> str:
     "Describe how many bytes of a build came from the storage device and how many from the page cache."
     device = summary["bytes_from_device"]
     read = "an unknown amount" if device is None else size_text(device)
-    ahead = f", {summary['read_ahead_files']:,} files requested ahead" if summary["read_ahead_files"] else ""
+    ahead = (
+        f", {how_many(summary['read_ahead_files'], 'file')} requested ahead"
+        if summary["read_ahead_files"]
+        else ""
+    )
     return f"{summary['cache']}: {size_text(summary['bytes_asked'])} requested, {read} read from the device{ahead}"
 
 # %% ../../nbs/pages/dashboard.ipynb #9afbd144
@@ -277,13 +281,13 @@ def _facts(run: RunRecord) -> dict[str, dict[str, str]]:
     times = {
         "folder": show_path(run.folder),
         "created": run.values("created_at_utc").replace("T", " ").replace("+00:00", " UTC"),
-        "speed": f"{run.total('found') - run.total('kept_files'):,} files read in {run.seconds or 0:.2f} s{rate}",
+        "speed": f"{how_many(run.total('found') - run.total('kept_files'), 'file')} read in {run.seconds or 0:.2f} s{rate}",
         "limiting stage": " ".join(analyse(t).limit_text for t in run.distinct_timelines) or NOT_AVAILABLE,
         "page cache": run.values("cache"),
     }
     data = {
         "recordings": f"{size_text(run.total('source_bytes'))} in {run.values('root')}",
-        "rows": f"{run.total('rows'):,} rows + {run.total('rejected'):,} rejected = {run.total('found'):,} files found",
+        "rows": f"{how_many(run.total('rows'), 'row')} + {run.total('rejected'):,} rejected = {how_many(run.total('found'), 'file')} found",
         "rejected": run.counts("rejected_by_code") or "none",
         "labels": _distinct_values(name for r in reports for name in r.get("label_names", [])),
         "changed to fit": run.counts("status_counts") or "none",
@@ -313,8 +317,8 @@ def _file_fact(run: RunRecord, name: str) -> str:
         return f"{size}; no report next to it"
     if name in modified_data_sets(run):
         return f"{size}, but the report says {size_text(report['file_bytes'])}: the file was changed after verification (run `leakmel verify`)"
-    speed = f"{report['kept_rows']:,} rows reused" if report.get("kept_rows") else rate_text(report)
-    return f"{report['rows']:,} rows, {size}; {speed}; {report['verified'].get('verdict', NOT_AVAILABLE)}"
+    speed = f"{how_many(report['kept_rows'], 'row')} reused" if report.get("kept_rows") else rate_text(report)
+    return f"{how_many(report['rows'], 'row')}, {size}; {speed}; {report['verified'].get('verdict', NOT_AVAILABLE)}"
 
 
 _CARD = (
@@ -356,8 +360,8 @@ def run_card(run: RunRecord) -> Card:
         title = f"CHANGED after verification: {', '.join(map(show_path, changed))}"
     elif ok:
         rows, n_checked = run.total("rows"), sum(r["verified"].get("checked", 0) for r in reports)
-        how = "on all rows" if n_checked == rows else f"on {n_checked:,} rows"
-        title = f"{rows:,} rows, all data sets verified {how}"
+        how = "on all rows" if n_checked == rows else f"on {how_many(n_checked, 'row')}"
+        title = f"{how_many(rows, 'row')}, all data sets verified {how}"
     elif reports:
         title = "NOT verified"
     blocks = _facts(run) if reports else {"run": {"folder": show_path(run.folder)}}
@@ -379,7 +383,7 @@ def rejected_card(results: Sequence[BuildResult], most: int = 50) -> Card:
     files = [(r.summary["folder"], x) for r in results for x in r.rejections]
     shown = [(x.code, f"{show_place(folder, x.path)}: {x.message}") for folder, x in files[:most]]
     if files[most:]:
-        shown.append(("more", f"{len(files) - most:,} files, in /rejected of the data sets"))
+        shown.append(("more", f"{how_many(len(files) - most, 'file')}, in /rejected of the data sets"))
     counts = format_counts(Counter(x.code for _, x in files), most=len(files))
     return Card(f"Rejected: {counts or 'none'}", {"": shown})
 

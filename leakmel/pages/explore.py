@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core.errors import DataError, LeakmelError, RecordingError, UsageError, show_path
+from leakmel.core.errors import DataError, LeakmelError, RecordingError, UsageError, how_many, show_path
 from leakmel.core.operation import runs_folder
 from leakmel.core.parameters import Kinds
 from leakmel.dataset.inputs import decide_spec
@@ -31,7 +31,6 @@ from leakmel.pages import plots
 from leakmel.pages.page_figures import MAX_PLAYED_S, as_float, filled, playback, player_html
 from leakmel.pages.plots import MAX_POINTS, SILENT_DB, Trace, f32, plain_text
 from leakmel.recordings.manifest import Manifest, scan, split_name
-from leakmel.recordings.problems import how_many
 from leakmel.recordings.wav import read_wav
 
 if TYPE_CHECKING:
@@ -161,7 +160,9 @@ def split_spectra(
 
         spectra = np.array(list(pool.map(mean_of, even.tolist())), np.float32)
     some = "all" if len(even) == len(rows) else f"an even sample of {len(even):,} of"
-    text = f"{show_path(split) or 'one folder'}: {some} {len(rows):,} recordings that are not silent"
+    text = (
+        f"{show_path(split) or 'one folder'}: {some} {how_many(len(rows), 'recording')} that are not silent"
+    )
     return spectra.reshape(-1, spec.n_mels), [show_path(x) for x in table["label"].iloc[even]], text
 
 # %% ../../nbs/pages/explore.ipynb #bb294ce3
@@ -446,7 +447,7 @@ def _spec_text(state: Explorer) -> str:
     return (
         f"Recording {state.position + 1:,} of {len(state.matching):,} ({filter_text(state.filter)}); "
         f"preset {spec.preset_name} {f'with {own}' if own else 'unchanged'}: "
-        f"a row is {n_long} long x {n_short} short segments x {n_mels} mel bands x {n_frames} frame{'s' * (n_frames > 1)}. "
+        f"a row is {n_long} long x {n_short} short segments x {n_mels} mel bands x {how_many(n_frames, 'frame')}. "
         f"Windows: {spec.windows_text}."
     )
 

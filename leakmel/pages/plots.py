@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from leakmel.core.comparison import likely_leaks
-from leakmel.core.errors import DataError, show_path
+from leakmel.core.errors import DataError, how_many, show_path
 from leakmel.core.timeline import (
     STAGES,
     Timeline,
@@ -359,7 +359,7 @@ def classes_by_split(
         label_colours(counts.columns.tolist()),
         "%{x:,}",
         f"{largest} is " + " and ".join(f"{share[split]:.0f} % of {split}" for split in ends),
-        f"{len(labels):,} recordings",
+        how_many(len(labels), "recording"),
         axis="recordings",
         rows=list(counts.index),
     )
@@ -488,7 +488,7 @@ def batch_timeline(timeline: Timeline, split: str | None = None) -> "go.Figure":
             "customdata": f32([1000 * s.seconds for s in own]),
             "marker": {"color": STAGE_COLORS[stage], "line": {"width": 0}},
             "hovertext": [
-                f"{plain_text(s.split)} batch {s.batch}<br>{s.n_files:,} files<br>{s.n_bytes / 1e6:.2f} MB"
+                f"{plain_text(s.split)} batch {s.batch}<br>{how_many(s.n_files, 'file')}<br>{s.n_bytes / 1e6:.2f} MB"
                 for s in own
             ],
             "hovertemplate": "%{fullData.name}: %{customdata:.2f} ms from %{base:.3f} s<br>%{hovertext}<extra></extra>",

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.core.errors import OutputError, UsageError
+from leakmel.core.errors import OutputError, UsageError, how_many
 from leakmel.core.files import require_space, write_errors
 from leakmel.core.progress import per_second
 from leakmel.recordings.wav import canonical_header
@@ -410,7 +410,7 @@ class DemoSummary:
         shares = ", ".join(f"{s} {sum(by_label.values()):,}" for s, by_label in self.splits.items())
         planted = f", {len(self.faults)} of them planted faults" if self.faults else ""
         return (
-            f"{self.n_files:,} files ({self.n_bytes / 1e6:,.1f} MB{planted}) in {self.root}: {shares}; "
+            f"{how_many(self.n_files, 'file')} ({self.n_bytes / 1e6:,.1f} MB{planted}) in {self.root}: {shares}; "
             f"{self.seconds:.1f} s, {per_second(self.n_files / max(self.seconds, 1e-9))}"
         )
 

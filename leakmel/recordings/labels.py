@@ -27,7 +27,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from leakmel.core import comparison, files, locks
-from leakmel.core.errors import DataError, OutputError, RecordingError, UsageError, require_choice, show_path
+from leakmel.core.errors import (
+    DataError,
+    OutputError,
+    RecordingError,
+    UsageError,
+    how_many,
+    require_choice,
+    show_path,
+)
 from leakmel.recordings import naming, problems
 from leakmel.recordings.listing import (
     Listing,
@@ -258,7 +266,7 @@ class CurrentLabels:
     exact_paths: bool = False  # from a table of paths and labels: each path must be known
 
     def __repr__(self) -> str:
-        return f"CurrentLabels({len(self.labels):,} agreed, {len(self.disagreements):,} disagreements, {len(self.unsure):,} unsure)"
+        return f"CurrentLabels({len(self.labels):,} agreed, {how_many(len(self.disagreements), 'disagreement')}, {len(self.unsure):,} unsure)"
 
 
 def _folded(label: str) -> str:
@@ -328,7 +336,7 @@ def counts_text(counts: dict[str, int]) -> str:
     "Return the counts of `joint_counts` as a sentence."
     return (
         f"{counts['by_people']:,} labelled by people, {counts['changed']:,} of them changed; keep their label: "
-        f"{counts['disagreements']:,} disagreements, {counts['unsure']:,} unsure; {counts['not_found']:,} not found"
+        f"{how_many(counts['disagreements'], 'disagreement')}, {counts['unsure']:,} unsure; {counts['not_found']:,} not found"
     )
 
 
@@ -421,13 +429,24 @@ def _names_recording(text: str) -> bool:
     return is_below and is_recording_name(os.fsencode(os.path.basename(text)))
 
 
+def _places_of(folder: Path) -> Iterator[tuple[Path, Path]]:
+    "Yield where the paths of a table can begin, and the folder to scan with it; only below a folder that holds all others a name alone is enough."
+    yield from ((place, folder) for place in (folder, *split_folders(folder).values()))
+    yield folder.parent, folder.parent
+    inner = [x for x in folder.iterdir() if x.is_dir() and not is_system_folder(x.name)]
+    if len(inner := [x for x in inner if any(map(is_recording_name, map(os.fsencode, os.listdir(x))))]) == 1:
+        yield inner[0], inner[0]
+
+
 def _in_table(file: Path, folder: Path) -> tuple[str, Path, str]:
     """Return the parameter that uses a table by people, the folder in which it names a recording, and its columns with other names.
 
     The parameter is empty for another table, a result of leakmel, or names of columns that no command can hold.
     """
     with open(files.open_regular_file(file), "rb") as f:
-        table = csv_table(file, decode_text(f.read(1 << 16).rpartition(b"\n")[0], file), LABELS_COLUMNS)
+        table = csv_table(
+            file, decode_text(f.read(1 << 16).rpartition(b"\n")[0], file, quiet=True), LABELS_COLUMNS
+        )
     names = {column_name(name): name for name in table.names}
     rows = [cells for _, cells in itertools.islice(table.lines, 100)]
     texts = dict(zip(table.names, itertools.zip_longest(*rows, fillvalue=""), strict=False))
@@ -440,8 +459,9 @@ def _in_table(file: Path, folder: Path) -> tuple[str, Path, str]:
         return "", folder, ""
     own = [names["path"]] if "path" in names else texts
     cells = [(name, text) for name in own for text in texts[name] if _names_recording(text)]
-    places = (folder, *split_folders(folder).values(), folder.parent)
-    found = ((place, name) for place in places for name, text in cells if os.path.isfile(place / text))
+    found = (
+        (x, name) for place, x in _places_of(folder) for name, text in cells if os.path.isfile(place / text)
+    )
     place, path = next(found, (folder, ""))
     columns = "" if {"path", "label"} <= {*names} else f"path={path.strip()},label={label.strip()}"
     can_be_typed = columns.isprintable() and (columns.count(","), columns.count("=")) in ((0, 0), (1, 2))
@@ -472,7 +492,7 @@ def unused_tables_text(folder: Path, given: Mapping[str, Any], how: str) -> Iter
     for kind, file, where, columns in unused_tables(folder, given):
         way = how if kind in given else "leakmel build uses it with --{}"
         columns = columns and (how.format("columns", columns) if kind in given else f"--columns {columns}")
-        root = f", and give the folder {show_path(where)}" if where == folder.parent else ""
+        root = f", and give the folder {show_path(where)}" if where != folder else ""
         more = f" and {columns}" if columns else ""
         yield f"{show_path(file)} {_OF_PEOPLE[kind]} and is not used: {way.format(kind, show_path(file))}{more}{root}"
 
@@ -687,7 +707,7 @@ def _import_result(
         "without_recording": lost,
     }
     lines = [
-        f"{len(new):,} decisions written to {show_path(into)}, {n_same:,} unchanged",
+        f"{how_many(len(new), 'decision')} written to {show_path(into)}, {n_same:,} unchanged",
         *(f"no class is marked: {text}" for text in unlabelled),
         *(f"no recording: {path}" for path in lost),
     ]

@@ -33,6 +33,7 @@ from leakmel.core.errors import (
     RecordingError,
     UsageError,
     explain,
+    how_many,
     missing_remedy,
     show_path,
 )
@@ -41,7 +42,7 @@ from leakmel.core.progress import Progress
 from leakmel.core.store import Folder, StorePath, list_objects, names_in
 from leakmel.recordings import conform, wav
 from leakmel.recordings.naming import SPLITS, NameParts, Naming, columns_of_names, split_name
-from leakmel.recordings.problems import FACTS, Columns, Problem, how_many, read_facts, show_place
+from leakmel.recordings.problems import FACTS, Columns, Problem, read_facts, show_place
 
 # %% ../../nbs/recordings/listing.ipynb #9be0afab
 def is_recording_name(name: bytes) -> bool:
@@ -512,7 +513,7 @@ def make_listing(
     "Make the listing of a split; raises DataError for more than MAX_LABELS labels."
     if len(label_names) > MAX_LABELS:
         raise DataError(
-            f"the data folder has {len(label_names):,} labels, at most {MAX_LABELS:,} are supported",
+            f"the data folder has {how_many(len(label_names), 'label')}, at most {MAX_LABELS:,} are supported",
             code="too-many-labels",
             path=folder,
             found=f"labels like {show_path(label_names[0])} and {show_path(label_names[-1])}",

@@ -23,7 +23,7 @@ import numpy as np
 
 from leakmel.core import comparison, parameters
 from leakmel.core import files as own_files
-from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, show_path
 from leakmel.core.progress import DelayedProgress
 from leakmel.core.store import Folder, StorePath, names_in
 from leakmel.recordings import listing as files
@@ -41,10 +41,11 @@ from leakmel.recordings.naming import (
     pattern_fields,
     pattern_naming,
     preview_names,
+    sensor_pattern,
     split_name,
     unread_fields,
 )
-from leakmel.recordings.problems import Problem, ProblemReport, how_many
+from leakmel.recordings.problems import Problem, ProblemReport
 from leakmel.recordings.tables import (
     NameTable,
     fill_from_names,
@@ -350,32 +351,35 @@ def named_by(manifest: Manifest) -> dict[str, str]:
     return {name: text for name, text in given.items() if text}
 
 
+def _has_sensors(manifest: Manifest) -> bool:
+    return any(any(x.name_columns("sensor")["sensor"]) for x in manifest.listings)
+
+
 def with_guess(manifest: Manifest) -> tuple[Manifest, str]:
     """Read sensors and times from the names by a guessed pattern; returns the manifest, and the pattern.
 
-    The pattern is empty, and the manifest as it was, where a pattern was given, a sensor is known, the names have no sensors that repeat,
-    or the guess takes the label folder for a sensor.
+    The pattern is empty, and the manifest as it was, where a pattern was given, a sensor is known, or `sensor_pattern` finds none. Where one of
+    several splits was listed, the names of all decide, so that each is read in the same way.
     """
-    if manifest.naming.pattern or (manifest.table["sensor"] != "").any():
-        return manifest, ""
-    pattern = guess_pattern([path for x in manifest.listings for path in x.paths])
-    if not pattern:
+    n_parts = 1 + len(manifest) // 2000
+    if manifest.naming.pattern or _has_sensors(manifest.part(1, n_parts)):
         return manifest, ""
     is_table = manifest.naming.source == "table"
+    paths = [path for x in manifest.listings for path in x.paths]
+    if len(manifest.listings) == 1 and manifest.listings[0].split and guess_pattern(paths) and not is_table:
+        paths = [path for x in scan(manifest.root, progress="none").listings for path in x.paths]
+    pattern = sensor_pattern(paths, has_label_folders=not is_table)
+    if not pattern or _has_sensors(manifest):
+        return manifest, ""
     naming = Naming("table", pattern, "root") if is_table else pattern_naming(pattern)
-    sensors = set[str]()
-    listings: list[Listing] = []
-    for x in manifest.listings:
-        parts = [fill_parts(own, p, pattern) for own, p in zip(x.names, x.paths, strict=True)]
-        listings.append(replace(x, naming=naming, parts=tuple(parts) if is_table else None))
-        for path, name in zip(x.paths, parts, strict=True):
-            if not is_table and name.sensor == os.fsdecode(path.partition(b"/")[0]):
-                return manifest, ""
-            sensors.add(name.sensor)
-    is_useful = 1 < len(sensors - {""}) <= len(manifest) / 2
-    return (
-        (replace(manifest, naming=naming, listings=tuple(listings)), pattern) if is_useful else (manifest, "")
-    )
+    listings = [replace(x, naming=naming) for x in manifest.listings]
+    if is_table:
+        filled = (
+            [fill_parts(own, p, pattern) for own, p in zip(x.names, x.paths, strict=True)]
+            for x in manifest.listings
+        )
+        listings = [replace(x, parts=tuple(parts)) for x, parts in zip(listings, filled, strict=True)]
+    return replace(manifest, naming=naming, listings=tuple(listings)), pattern
 
 
 def deeper_labels(manifest: Manifest) -> list[str]:
@@ -413,7 +417,7 @@ def hints(manifest: Manifest) -> Iterator[str]:
     if text := unlabelled_hint(manifest):
         yield text
     for by, n in shared_groups(manifest).items():
-        yield f"{n['in_more_than_one_split']:,} of {n['n']:,} {by}s lie in more than one split"
+        yield f"{n['in_more_than_one_split']:,} of {how_many(n['n'], by)} lie in more than one split"
 
 # %% ../../nbs/recordings/manifest.ipynb #cd756d1a
 def _wanted_splits(split: str | None, present: Collection[str], file: Path, where: str) -> list[str]:
@@ -550,7 +554,9 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
             "the pattern finds no recording",
             code="pattern-no-match",
             path=root,
-            found=", for example ".join([f"{len(found):,} recordings", *map(show_path, found.paths[:1])]),
+            found=", for example ".join(
+                [how_many(len(found), "recording"), *map(show_path, found.paths[:1])]
+            ),
             expected=show_path(naming.pattern),
             remedy="compare the pattern with the file names part by part",
         )

@@ -23,7 +23,7 @@ import numpy as np
 from numpy import strings
 
 from leakmel.core import comparison, parameters
-from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, show_path
 from leakmel.recordings.problems import show_place
 
 # %% ../../nbs/recordings/naming.ipynb #9acc1d22
@@ -511,6 +511,22 @@ def pattern_naming(
     return Naming("pattern", pattern, "root" if ("field", "split") in pattern_tokens(pattern) else "split")
 
 
+_MAX_READ = 20_000  # names, from which sensors that repeat are told from numbers that do not
+
+
+def sensor_pattern(
+    paths: Sequence[bytes],
+    has_label_folders: bool = True,  # the first folder is the label, and not a sensor
+) -> str:
+    "Guess the pattern by which names have several sensors that repeat, as `guess_pattern`; empty if there is none."
+    pattern = guess_pattern(paths)
+    naming = pattern_naming(pattern or None)
+    named = [(path.partition(b"/")[0], naming.read(path).parts.sensor) for path in paths[:_MAX_READ]]
+    is_label = has_label_folders and any(os.fsdecode(folder) == sensor for folder, sensor in named)
+    is_useful = 1 < len({sensor for _, sensor in named} - {""}) <= len(named) / 2
+    return pattern if is_useful and not is_label else ""
+
+
 def fill_parts(own: NameParts, path: bytes, pattern: str) -> NameParts:
     "Fill what is empty in the parts of a name with what a pattern reads from its path."
     read = pattern_naming(pattern).read(path).parts
@@ -527,7 +543,7 @@ def unread_fields(parsed: Sequence[ParsedPath]) -> Iterator[tuple[int, str]]:
             text = show_path(parsed[numbers[0]].unread[name])
             yield (
                 numbers[0],
-                f"{{{name}}} is read from {n_fit - len(numbers):,} of the {n_fit:,} names that fit the pattern, "
+                f"{{{name}}} is read from {n_fit - len(numbers):,} of the {how_many(n_fit, 'name')} that fit the pattern, "
                 f"and not from {text!r}; {forms}",
             )
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from leakmel.core.comparison import text_key
-from leakmel.core.errors import show_path
+from leakmel.core.errors import how_many, show_path
 from leakmel.recordings import conform
 from leakmel.recordings.wav import OutOfMemory, read_wav
 
@@ -121,11 +121,6 @@ def first_of_each_kind(found: Iterable["Problem"], most: int = MOST_LISTED) -> I
         seen[problem.kind] += 1
         if seen[problem.kind] <= most:
             yield problem
-
-
-def how_many(n: int, what: str) -> str:
-    "Format a number with its noun: 1 recording, 2 recordings."
-    return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def format_counts(counts: Mapping[str, int], most: int = 6) -> str:
@@ -352,7 +347,7 @@ def _dead_sensors(c: Columns) -> Iterator[Problem]:
         yield Problem(
             "dead_sensor",
             show_path(bytes(names[k])),
-            f"all {counts[k]:,} recordings of this sensor are silent, or their RMS is at most two 16-bit steps",
+            f"all {how_many(counts[k], 'recording')} of this sensor are silent, or their RMS is at most two 16-bit steps",
         )
 
 # %% ../../nbs/recordings/problems.ipynb #a6b3f8ce

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from leakmel.core.comparison import match_texts, text_key
-from leakmel.core.errors import DataError, UsageError, explain, show_path
+from leakmel.core.errors import DataError, UsageError, explain, how_many, show_path
 from leakmel.recordings.naming import TIME_FORMS, NameParts, Naming, fill_parts, iso_time, split_name
-from leakmel.recordings.problems import Problem, how_many
+from leakmel.recordings.problems import Problem
 from leakmel.recordings.wav import digest_of
 
 log = logging.getLogger("leakmel")
@@ -173,8 +173,8 @@ def encoding_of(data: bytes) -> str:
     return "utf-8-sig"
 
 
-def decode_text(data: bytes, file: Path) -> str:
-    "Decode a file that a person or a program saved; raises DataError if it is no text. Windows-1252 is logged."
+def decode_text(data: bytes, file: Path, *, quiet: bool = False) -> str:
+    "Decode a file that a person or a program saved; raises DataError if it is no text. Windows-1252 is logged, unless it is `quiet`."
     encoding = encoding_of(data)
     try:
         text = data.decode(encoding)
@@ -188,7 +188,7 @@ def decode_text(data: bytes, file: Path) -> str:
             path=file,
             remedy="save it as CSV UTF-8 or as Unicode text, or write names that are not UTF-8 into the column path_base64",
         )
-    if encoding == "cp1252":
+    if encoding == "cp1252" and not quiet:
         word = next(word for word in re.split(r'[,;\t\r\n"]+', text) if not word.isascii())
         log.warning("%s: read as Windows-1252: %s", show_path(file), show_path(word.strip()))
     return text
@@ -346,7 +346,8 @@ def read_table(
         )
     file = Path(os.path.abspath(file))
     data = read_table_bytes(file)
-    table = csv_table(file, decode_text(data, file), wanted.values())
+    # scan and build have said how a table with labels was read
+    table = csv_table(file, decode_text(data, file, quiet=not with_labels), wanted.values())
     names = [cell.strip() for cell in table.names]
     needed = ("path",)[: "path_base64" not in map(column_name, names)] + ("label",)[:with_labels]
     places = _places(names, file, wanted, needed) if names else {}

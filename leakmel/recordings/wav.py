@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.core.errors import MachineError, RecordingError, explain
+from leakmel.core.errors import MachineError, RecordingError, explain, how_many
 
 # %% ../../nbs/recordings/wav.ipynb #0a52b34e
 _FAULTS = (
@@ -332,7 +332,7 @@ class Recording:
 
     def __repr__(self) -> str:
         n, c = self.samples.shape
-        return f"Recording({n} samples x {c} channel{'s' * (c > 1)}, {self.sample_rate} Hz, {self.duration_s:g} s, {self.encoding})"
+        return f"Recording({n} samples x {how_many(c, 'channel')}, {self.sample_rate} Hz, {self.duration_s:g} s, {self.encoding})"
 
 # %% ../../nbs/recordings/wav.ipynb #5ca11ed7
 def shortest_stall(

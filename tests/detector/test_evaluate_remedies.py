@@ -57,6 +57,13 @@ def test_a_missing_test_set_is_built_or_named(
     words = "build ROOT --split all --out DIR".replace("ROOT", str(small_sets.parent / "demo"))
     assert run(*words.replace("DIR", str(tmp_path / "sets")).split())["ok"]
     assert run("evaluate", tmp_path / "sets", "--model", model, "--allow-leaky-split")["ok"]
+    (tmp_path / "sets" / "TESTING_DATASET.H5").unlink()
+    remedy = failed(run("evaluate", tmp_path / "sets", "--model", model), "data-set-missing")
+    again = f"leakmel train {tmp_path / 'sets'} --cross-validate --out folds"
+    assert f"Evaluate by cross-validation ({again}), or name the file" in remedy
+    assert run(*again.replace("--out folds", f"--detector spectral --out {tmp_path / 'folds'}").split()[1:])[
+        "ok"
+    ]
     assert run("evaluate", small_sets / "TESTING_DATASET.H5", "--model", model, "--allow-leaky-split")["ok"]
 
 

@@ -665,6 +665,7 @@ def test_command(mixed, model, tmp_path, capsys):
     answer, first, *_ = capsys.readouterr().out.splitlines()
     assert answer.startswith(f"{body['leaks']} of {body['scored']} recordings are leaks at threshold ")
     assert f"threshold {body['rule']['threshold']:.3g} " in answer
+    assert answer.endswith(", not stored (--out FILE):")
     assert first.split()[0] == f"{body['most_suspicious'][0]['score']:.3f}"
     assert (body["ok"], body["found"], body["scored"], body["rejected"], body["rule"]["vote"]) == (
         True,

@@ -52,7 +52,7 @@ def test_every_decision_is_a_line(folder, tmp_path):
     done = read_decisions(table)
     assert [d.label for d in done] == ["LEAK", "NOLEAK", "", "?", ""]
     assert [d.note for d in done] == ["a tap", "", "undone", "", "skipped: noise"]
-    assert s.progress == f"3 of 12; {int(first.label != 'LEAK')} labels changed"
+    assert s.progress == f"3 of 12; {'1 label' if first.label != 'LEAK' else '0 labels'} changed"
     again = opened(folder, table)
     assert [i.path for i in again.queue.items] == [i.path for i in s.queue.items[3:]]
     other = opened(folder, table, by="ben")  # what ann skipped is open to ben
@@ -168,7 +168,7 @@ def test_a_table_that_is_none_of_decisions_is_refused_at_once(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_notebook_that_runs_without_a_browser(folder, tmp_path, capsys):
+def test_the_command_writes_a_notebook_that_runs_without_a_browser(folder, tmp_path, capsys, monkeypatch):
     made_detector().save(tmp_path / "model.pt")
     words = [
         "review",
@@ -194,6 +194,14 @@ def test_the_command_writes_a_notebook_that_runs_without_a_browser(folder, tmp_p
     assert main(["review", str(tmp_path / "none"), "--no-lab"]) == 1
     assert main([*words, "--queue", "loudest", "--no-lab"]) == 2
     capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "start.ipynb").touch()
+    lm.write_demo(tmp_path / "runs" / "demo", n_files=12)
+    assert main(["review", "--no-lab"]) == 0
+    assert (
+        f"no build here, so the demo: recordings {tmp_path / 'runs' / 'demo'}, model "
+        in capsys.readouterr().err
+    )
 
 
 def test_labels_of_a_review_reach_the_notebook_of_builds(folder, tmp_path):

@@ -30,6 +30,7 @@ from prose import words_in
 import leakmel as lm
 from leakmel import cli
 from leakmel.cli import main
+from leakmel.core.operation import make
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.recordings.demo import write_wav
 
@@ -404,8 +405,24 @@ def test_help_fits_on_two_screens_and_help_all_has_every_option(command, say, mo
         assert action.help, name
         assert not words_in(action.help), f"{name}: {action.help}"
         assert action.nargs == 0 or action.metavar != "X", name
+    needed = [a for a in actions if a.required and a.option_strings]
+    status, _, err = say(*words.split()) if needed else (2, "", "")
+    assert status == 2
+    for action in needed:  # each is explained
+        meaning = (
+            "For a detector, "
+            if "--model" in action.option_strings
+            else f"{action.option_strings[0]}: {action.help}"
+        )
+        assert meaning in err
     example = shlex.split(cli.OPERATIONS[command].command.example)
-    assert cli._parse(example[1:]).command == command, "the example is accepted"
+    args = cli._parse(example[1:])
+    assert args.command == command, "the example is accepted"
+    asked = make(cli.OPERATIONS[command], vars(args))
+    again = shlex.split(asked.typed())
+    assert make(cli.OPERATIONS[command], vars(cli._parse(again[1:]))) == asked, (
+        "so that it can be typed again"
+    )
 
 
 def test_quiet_and_progress(data, tmp_path, say):
@@ -413,9 +430,25 @@ def test_quiet_and_progress(data, tmp_path, say):
     assert (status, err) == (0, "")
     assert "9 rows + 1 rejected = 10 files found" in out
     assert "rejected: 1 x not_wav" in out
+    (data / "LEAK" / "x.wav").unlink()
+    for k in range(9):
+        (data / ("LEAK" if k % 2 else "NOLEAK") / f"{k}.wav").rename(data / f"{k}.off")
+    (data / "0.off").rename(data / "LEAK" / "0.wav")
+    (data / "NOLEAK").rmdir()
+    one = tmp_path / "one.h5"
+    for words in (
+        ("scan", data),
+        ("build", data, "--out", one),
+        ("verify", one),
+        ("similar", data / "LEAK" / "0.wav", "--in", one),
+    ):
+        text = "".join(say(*words, "--full")[1:])
+        assert not re.search(r"(?<![\w.,:~-])1 (?:more )?[a-z]{3,}s\b", text), text
 
 
-def test_tables_with_labels_by_people_are_named_and_results_are_not(data, say):
+def test_tables_with_labels_by_people_are_named_and_results_are_not(
+    data, tmp_path, make_wav, say, monkeypatch
+):
     row = "LEAK/1.wav,NOLEAK"
     decided = f"path,digest,label,by,when,note\nLEAK/1.wav,,NOLEAK,ann,2026-01-31T08:15:00Z,\n{row}"
     tables = {
@@ -437,9 +470,34 @@ def test_tables_with_labels_by_people_are_named_and_results_are_not(data, say):
     err = say("build", data, "--out", out, "--labels", labels, "--quiet")[2]
     assert str(labels) not in err
     assert str(table) in err
-    err = say("train", out, "--out", data.parent / "m", "--leak-label", "absent")[2]
-    assert f"{table} lists" in err
+    asked = (out, "--out", data.parent / "m", "--leak-label", "absent")
+    err = say("train", *asked)[2]
+    assert str(table) not in err, "scan and build have named it"
     assert str(labels) not in err, "the build used it"
+    say("build", data, "--out", out, "--quiet")
+    assert f"{labels} has labels by people and is not used: add --labels {labels}" in say("train", *asked)[2]
+    # a table next to the only folder with recordings, which is no label; where folders are labels, one that names nearly all
+    monkeypatch.chdir(tmp_path)
+    for k in range(10):
+        make_wav(tmp_path / "b" / "audio" / f"{k}.wav", seed=k)
+    rows = [f"{k}.wav,{'leak' if k % 2 else 'calm'}\n" for k in range(10)]
+    table = tmp_path / "b" / "list.csv"
+    table.write_text(f"file,label\n{''.join(rows)}")
+    table.with_name("few.csv").write_text(f"file,label\n{rows[0]}")
+    command = "leakmel scan b/audio --table b/list.csv"
+    assert f"next: {command}\n" in say("scan", "b")[1], "it names more than the other"
+    out = say("build", "b", "--out", "b.h5", "--quiet")[1]
+    assert "Every recording has the label audio, and a detector needs two: give a table" in out
+    assert f"next: {command}\n" in out
+    (tmp_path / "b" / "audio").rename(tmp_path / "b" / "leak")
+    make_wav(tmp_path / "b" / "quiet" / "0.wav")
+    table.write_text("file,label\n" + "".join(f"leak/{row}" for row in rows[:9]))
+    assert "next: leakmel build b --out b.h5\n" in say("scan", "b")[1], "it names nine of eleven"
+    table.write_text("file,label\n" + "".join(f"leak/{row}" for row in rows))
+    command = "leakmel scan b --table b/list.csv"
+    out = say("scan", "b", "--content")[1]
+    assert f"next: {command} --content\n" in out
+    assert say(*shlex.split(command)[1:])[0] == 0
 
 
 def test_hostile_names_are_shown_on_one_line(tmp_path, make_wav, say):

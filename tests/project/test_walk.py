@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,9 @@ from leakmel.recordings.demo import write_wav
 
 pytestmark = [pytest.mark.site, pytest.mark.slow]
 RATE = 8000
+# a noun in the plural behind 1
+NOUNS = "recording file row group sensor leak line name other problem label fit trial segment frame epoch fold notebook"
+ONE = re.compile(rf"(?<![\w.,:~-])1 (?:more )?(?:{NOUNS.replace(' ', '|')})s\b")
 
 
 def put(path: Path, is_leak: bool, seed: int, pipe: int, seconds: float = 4.0) -> None:
@@ -68,6 +71,7 @@ class Walk:
         lines = unwrapped(done.stdout)
         self.text = "\n".join(lines)
         assert done.returncode == status, f"{line}\n{done.stdout}\n{done.stderr}"
+        assert not ONE.search(done.stdout + done.stderr), f"{line}\n{ONE.search(done.stdout + done.stderr)}"
         answer = [x for x in lines if not re.match(r"next: |\(.* more lines: --full\)", x)]
         assert len(answer) <= listing + 5, f"{line}\n{self.text}"
         return self.text
@@ -77,6 +81,19 @@ class Walk:
         found = re.search(rf"^next: (leakmel {beginning} .*)$", self.text, re.M)
         assert found, f"no {beginning}:\n{self.text}"
         return found[1]
+
+    def paste(self, line: str, words: Mapping[str, str]) -> None:
+        "Type a command, and what it prints as the next one, with words in place of those in capitals."
+        self.type(line, listing=20)
+        for then in re.findall(r"^next: (leakmel .*)$", self.text, re.M):
+            for name, word in words.items():
+                then = re.sub(rf"(?<=\s){name}(?=\s|$)", word, then)
+            self.type(
+                f"{then} --no-lab"
+                if then.startswith("leakmel review ") and "--suggest" not in then
+                else then,
+                listing=20,
+            )
 
     def to_a_detector(self, scan: str, new: str = "") -> str:
         "Scan, build, train and predict as printed, each with its page; return what the training said."
@@ -194,6 +211,63 @@ def nights(walk: Walk) -> None:
     assert "LOG1006" in (walk.folder / "nightly" / "visits.html").read_text(encoding="utf-8")
 
 
-@each("user", [utility, lengths, table, pipes, nights])
+def inside(walk: Walk) -> None:
+    "Recordings in a folder below the one that is named, and their table next to it."
+    rows = [("file", "Ort", "label")]
+    for k in range(40):
+        put(walk.folder / "own" / "audio" / f"rec{k:03d}.wav", k % 2 > 0, k, k % 6)
+        rows.append((f"rec{k:03d}.wav", f"Platz {k // 2 % 8}", ("no leak", "leak")[k % 2]))
+    put_table(walk.folder / "own" / "list.csv", rows)
+    said = walk.type("leakmel build own --out one.h5")
+    assert "Every recording has the label audio, and a detector needs two" in said
+    scan = walk.proposed("scan")
+    assert scan == "leakmel scan own/audio --table own/list.csv"
+    said = walk.to_a_detector(scan)
+    assert "40 recordings" in said
+
+
+def readme(walk: Walk) -> None:
+    "README's three commands, and each next command that the commands print, where the names that come to mind are taken."
+    for k, split in enumerate(("TRAINING", "VALIDATION", "TESTING")):
+        for s, night in itertools.product(range(6 * k, 6 * k + 6), range(1, 5)):
+            folder = walk.folder / "recordings" / split / ("NO_LEAK", "LEAK")[night % 2]
+            put(folder / f"LOG{1001 + s}_202611{night:02d}_0200.wav", night % 2 > 0, 50 * s + night, s % 6)
+    assert "read from the names by --pattern" in walk.type("leakmel scan recordings --content", listing=6)
+    said = walk.type("leakmel build recordings --split all --out mels")
+    assert "sensors and times from the names: {**}/{sensor}_{start_time}\n" in said
+    walk.type("leakmel train mels --out detector")
+    for name in ("folds", "to_label.csv", "similar.html", "position.html", "detector-folds", "cnn-folds"):
+        (walk.folder / name).write_text("something else")
+    (walk.folder / "recordings.h5").mkdir()
+    one = "recordings/TESTING/LEAK/LOG1013_20261101_0200.wav"
+    places = {"FOLDER": "recordings", "TEST_SET": "mels", "DATA": "mels", "RECORDING.wav": one}
+    for line in (
+        "scan recordings",
+        "scan recordings/TRAINING",
+        "build recordings --split all --out mels",
+        "build recordings/TRAINING --out plain.h5 --pattern none",
+        "verify mels/TESTING_DATASET.H5",
+        "train plain.h5 --out plain",
+        "train mels --out cnn --detector cnn --epochs 1 --batch-size 32 --no-evaluation",
+        "train mels --out by-sensor --cross-validate --group sensor --keep-level",
+        "evaluate mels --model detector",
+        "predict recordings --model detector",
+        "predict recordings --model detector --out scores.csv",
+        "review --suggest recordings --model detector --n 4",
+        "review --suggest recordings --model detector --n 4 --out queue.csv",
+        "review recordings --no-lab",
+        f"similar {one} --in mels/TESTING_DATASET.H5 --n 2",
+        "similar --store mels/TESTING_DATASET.H5 --out stored.npz",
+        f"correlate {one} {one.replace('1013', '1014')} --distance-m 100 --speed-m-s 1200 --clock-error-s 0.001",
+        "nightly recordings --model detector --state nightly",
+        "export mels/TESTING_DATASET.H5 --out exported",
+        "machine doctor recordings",
+        "machine tune recordings/TRAINING --budget-s 5",
+        "machine cache list",
+    ):
+        walk.paste(f"leakmel {line}", places)
+
+
+@each("user", [utility, lengths, table, pipes, nights, inside, readme])
 def test_the_first_half_hour(user: Callable[[Walk], None], tmp_path: Path) -> None:
     user(Walk(tmp_path))

@@ -2,12 +2,15 @@
 
 import csv
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from each import each
 
 import leakmel as lm
+from leakmel.cli import main
 from leakmel.recordings.labels import unused_tables
 from leakmel.recordings.manifest import with_guess
 
@@ -33,14 +36,52 @@ def test_label_folders_are_not_taken_for_sensors(tmp_path: Path) -> None:
     assert with_guess(manifest) == (manifest, "")
 
 
-def test_guessed_sensors_can_be_built_as_by_the_pattern(tmp_path: Path) -> None:
+def test_guessed_sensors_are_built_as_by_the_pattern(
+    tmp_path: Path, make_wav: Callable[..., object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    "By default, with a line that says so; a data set of before gets them, its rows stay; none switches it off."
     names = [f"LEAK/LOG{k % 3}_202401{1 + k:02d}_0200.wav" for k in range(12)]
-    put(tmp_path, *names, "NO_LEAK/LOG7_20240101_0200.wav", "NO_LEAK/LOG7_20240102_0200.wav")
-    guessed, pattern = with_guess(lm.scan(tmp_path, progress="none"))
-    given = lm.scan(tmp_path, pattern=pattern, progress="none")
+    names += ["NO_LEAK/LOG7_20240101_0200.wav", "NO_LEAK/LOG7_20240102_0200.wav", "NO_LEAK/odd.wav"]
+    root, file = tmp_path / "own", tmp_path / "own.h5"
+    for name in names:
+        make_wav(root / name, n=4096)
+    guessed, pattern = with_guess(lm.scan(root, progress="none"))
+    given = lm.scan(root, pattern=pattern, progress="none")
     assert guessed.naming == given.naming
     assert guessed.table.equals(given.table)
-    assert set(guessed.table["sensor"]) == {"LOG0", "LOG1", "LOG2", "LOG7"}
+    assert set(guessed.table["sensor"]) == {"LOG0", "LOG1", "LOG2", "LOG7", ""}
+
+    def built(*more: str) -> tuple[str, bytes, list[str]]:
+        assert main(["build", str(root), "--out", str(file), "--quiet", *more]) == 0
+        with lm.open_dataset(file) as ds:
+            return (
+                capsys.readouterr().out,
+                np.stack([ds[i][0] for i in range(len(ds))]).tobytes(),
+                list(ds.files["sensor"]),
+            )
+
+    said, rows, sensors = built("--pattern", "none")
+    assert "from the names" not in said
+    assert set(sensors) == {""}
+    assert main(["train", str(file), "--out", str(tmp_path / "m"), "--group", "sensor"]) == 1
+    command = f"leakmel build {root} --pattern '{pattern}' --out {file}"
+    assert f"Read them from the names ({command}), group by" in capsys.readouterr().err
+    said, again, sensors = built()
+    assert f"sensors and times from the names: {pattern}\n" in said
+    assert "15 rows copied from the existing data set" in said
+    assert again == rows
+    assert sensors == guessed.table["sensor"].tolist()
+    assert "nothing to do" in built()[0]
+    assert "from the names" not in built("--pattern", pattern)[0], "it was given"
+    for k in range(
+        24
+    ):  # alone, the three recordings of the test set have no sensors that repeat: all splits decide
+        split = "TESTING" if k < 3 else "TRAINING"
+        put(
+            tmp_path / "two",
+            f"{split}/{'LEAK' if k % 2 else 'NO_LEAK'}/LOG{k % 6}_202401{1 + k:02d}_0200.wav",
+        )
+    assert with_guess(lm.scan(tmp_path / "two", split="testing", progress="none"))[1] == pattern
 
 
 @each(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.core.errors import MachineError
+from leakmel.core.errors import MachineError, how_many, noun_of
 from leakmel.core.progress import Progress
 from leakmel.pages.dashboard import build_card
 from leakmel.pages.plots import MAX_POINTS, level_by_label
@@ -45,7 +45,6 @@ from leakmel.recordings.problems import (
     count_kinds,
     first_of_each_kind,
     group_of,
-    how_many,
     label_auc,
     tied_values,
 )
@@ -980,4 +979,18 @@ def test_how_many_uses_the_singular_for_one() -> None:
         "1 problem",
         "2 problems",
         "1,000 problems",
+    ]
+    nouns = (
+        "value of Ort",
+        "match of the pattern",
+        "recording with the same samples",
+        noun_of("sensor"),
+        noun_of("Ort"),
+    )
+    assert [how_many(2, noun) for noun in nouns] == [
+        "2 values of Ort",
+        "2 matches of the pattern",
+        "2 recordings with the same samples",
+        "2 sensors",
+        "2 values of Ort",
     ]

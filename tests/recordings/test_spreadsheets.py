@@ -19,7 +19,14 @@ from leakmel.core.errors import DataError
 from leakmel.extras.nightly.nights import read_visits
 from leakmel.extras.nightly.run import place_of
 from leakmel.extras.review.review import read_score_table
-from leakmel.recordings.labels import LABELS_COLUMNS, Decision, append_decision, read_decisions, read_labels
+from leakmel.recordings.labels import (
+    LABELS_COLUMNS,
+    Decision,
+    append_decision,
+    read_decisions,
+    read_labels,
+    unused_tables,
+)
 from leakmel.recordings.naming import dashed_date
 from leakmel.recordings.tables import csv_table, decode_text, read_table, table_number
 from leakmel.recordings.wav import canonical_header
@@ -302,6 +309,14 @@ def test_a_delimiter_that_is_named_and_an_encoding_that_is_found(tmp_path, caplo
     )
     assert read_visits(tmp_path / "v.csv") == {"A1": "2026-11-01", "Hauptstraße 1": "2026-11-02"}
     assert "v.csv: read as Windows-1252: Hauptstraße 1" in caplog.text
+    (tmp_path / "list.csv").write_bytes("path,label,place\na.wav,leak,Straße\n".encode("cp1252"))
+    for with_labels in (True, False):  # as scan and build read it, and then predict and nightly
+        caplog.clear()
+        read_table(tmp_path / "list.csv", with_labels=with_labels)
+        assert ("read as Windows-1252" in caplog.text) == with_labels
+    caplog.clear()
+    assert [kind for kind, *_ in unused_tables(tmp_path, {})] == []
+    assert not caplog.text, "it is not used"
     for text in ("sep=|\r\nSensor|Night\r\n", '"sep=|"\nSensor|Night\n', "SEP=|;;\rSensor|Night\r"):
         table = csv_table(tmp_path, decode_text(text.encode("utf-8-sig"), tmp_path))
         assert (table.columns, table.delimiter) == (["sensor", "night"], "|")

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from leakmel.core.comparison import likely_leaks, text_key
-from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
+from leakmel.core.errors import DataError, RecordingError, UsageError, how_many, show_path
 from leakmel.core.monitor import free_memory
 from leakmel.core.progress import DelayedProgress, size_text
 from leakmel.dataset.reader import MelDataset, open_dataset, read_rows
@@ -566,7 +566,7 @@ class Segments(AbstractContextManager["Segments"]):
         self.close()
 
     def __repr__(self) -> str:
-        items = f"{len(self):,} x {self.level} {self.item_shape} of {len(self.rows):,} recordings"
+        items = f"{len(self):,} x {self.level} {self.item_shape} of {how_many(len(self.rows), 'recording')}"
         short = f", {self.n_too_short:,} too short" if self.n_too_short else ""
         return f"Segments({items}, {size_text(self.n_bytes)}{short})"
 

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from leakmel.core.comparison import text_key
-from leakmel.core.errors import DataError, UsageError, require_choice, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, noun_of, require_choice, show_path
 from leakmel.dataset.reader import MelDataset
 from leakmel.detector.data.segments import LEFT_OUT, DataSource, Segments, Task, open_parts, row_blocks
 from leakmel.recordings.labels import LabelTable
+from leakmel.recordings.naming import sensor_pattern
 from leakmel.recordings.problems import Columns, Problem, content_problems
 from leakmel.recordings.wav import digest_of
 
@@ -97,7 +98,7 @@ def group_values(
         raise UsageError(
             "the number of group values differs from the number of recordings",
             code="lengths-differ",
-            found=f"{len(values):,} values",
+            found=how_many(len(values), "value"),
             expected=f"{len(table):,}",
         )
     texts = ["" if pd.api.types.is_scalar(v) and pd.isna(v) else text_key(str(v)) for v in values]
@@ -108,9 +109,31 @@ def group_values(
         raise DataError(
             f"{n_missing:,} of {len(texts):,} recordings have no {group_name(group)}",
             code="no-group",
-            remedy="group by another column, by 'recording' (each file alone), or name the groups in a table",
+            remedy=_other_groups(table, group),
         )
     return np.array(texts, dtype=np.str_)
+
+
+def _other_groups(table: "pd.DataFrame", group: Group) -> str:
+    "Return what to do where recordings have no group."
+    again = sensor_command(table) if group_name(group) == "sensor" else ""
+    ways = "group by another column, by 'recording' (each file alone), or name the groups in a table"
+    return f"read them from the names ({again}), {ways}" if again else ways
+
+
+def sensor_command(table: "pd.DataFrame") -> str:
+    "Return the command that builds the data set of a table of recordings again with the sensors in their names; empty where none can be guessed."
+    from leakmel.dataset.pipeline import builds
+
+    pattern = sensor_pattern([os.fsencode(path) for path in table.get("path", ())])
+    file = table.attrs.get("data_set")
+    if not pattern or file is None:
+        return ""
+    root, facts = next(builds([file.with_name(f"{file.name}.report.json")]), ("RECORDINGS", {}))
+    out = ["--split", "all", "--out", file.parent] if facts.get("split") else ["--out", file]
+    named = {**facts.get("named_by", {}), "pattern": pattern}
+    words = [word for name, text in named.items() for word in (f"--{name}", text)]
+    return shlex.join(["leakmel", "build", *map(show_path, (root, *words, *out))])
 
 
 def group_name(group: Group) -> str:
@@ -224,10 +247,10 @@ class Shared:
 
     def __str__(self) -> str:
         words = {"recording": "recording name", "content": "recording with the same samples"}
-        word = words.get(self.kind, self.kind) + "s" * (self.n_values != 1 and self.kind != "content")
-        where = f"in more than one of {', '.join(self.parts)} ({self.n_recordings:,} recordings)"
+        found = how_many(self.n_values, words.get(self.kind) or noun_of(self.kind))
+        where = f"in more than one of {', '.join(self.parts)} ({how_many(self.n_recordings, 'recording')})"
         more = " ..." if self.n_values > len(self.examples) else ""
-        return f"{self.n_values:,} {word} {where}: {', '.join(self.examples)}{more}"
+        return f"{found} {where}: {', '.join(self.examples)}{more}"
 
 
 def shared_values(
@@ -351,7 +374,9 @@ def recordings_table(
         silent = known["silent"].to_numpy(bool) if "silent" in known else np.zeros(len(ds), bool)
         content = known["digest"].to_numpy(object) if "digest" in known else _row_content(ds, progress)
         tables.append(known.assign(content=np.where(silent, "", content)))
-    return pd.concat(tables, ignore_index=True)
+    table = pd.concat(tables, ignore_index=True)
+    table.attrs["data_set"] = sources[0].path
+    return table
 
 
 def _row_content(ds: MelDataset, progress: str) -> np.ndarray:
@@ -421,7 +446,7 @@ class Split:
             raise UsageError(
                 "the split was made from other data sets",
                 code="other-split",
-                found=f"{len(self.labels):,} rows",
+                found=how_many(len(self.labels), "row"),
                 expected=f"{n:,}",
                 remedy="make the split again from these data sets (leakmel.detector.data.splits.group_split)",
             )
@@ -545,7 +570,9 @@ def group_split(
         raise DataError(
             "a part of the split would lack a label",
             code="label-in-one-part",
-            found=", ".join(f"{label} is in {k:,} of {n:,} groups by {name}" for label, k in held.items()),
+            found=", ".join(
+                f"{label} is in {k:,} of {how_many(n, 'group')} by {name}" for label, k in held.items()
+            ),
             expected=f"each label in all {len(shares)} parts ({tried} divisions were tried)",
             remedy=_remedy(
                 groups[inside], own, lacking, shares, seed, task, needs_validation, allow_leaky_split

@@ -21,7 +21,15 @@ import numpy as np
 import pandas as pd
 
 from leakmel.core.comparison import text_column
-from leakmel.core.errors import DataError, OutputError, UsageError, require_choice, show_path
+from leakmel.core.errors import (
+    DataError,
+    OutputError,
+    UsageError,
+    how_many,
+    noun_of,
+    require_choice,
+    show_path,
+)
 from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress, wrap_text
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE
@@ -251,7 +259,7 @@ class Evaluation:
         unclear = "is as good as" if stats.HARDER in self.verdict.text else "does not beat"
         result = {True: "beats", False: unclear, None: "is not comparable with"}[self.beats]
         leaky = "; LEAKY SPLIT" if self.leaky else ""
-        return f"Evaluation({len(self.table):,} recordings: AUC {self.detector.figures['auc']:.3f}; {result} the baselines{leaky})"
+        return f"Evaluation({how_many(len(self.table), 'recording')}: AUC {self.detector.figures['auc']:.3f}; {result} the baselines{leaky})"
 
     @property
     def finding(self) -> str:
@@ -295,7 +303,8 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
                 reasons.setdefault(why, []).append(f"{stats.figure_title(f)} of {j.title}")
     for why, where in reasons.items():
         yield f"{', '.join(where) if len(where) <= 3 else f'{len(where)} figures'}: {why}."
-    yield f"{len(e):,} recordings, {e.table['leak'].sum():,} of them leaks; 95 % confidence intervals by bootstrap over {e.groups.counted(len(e.groups))}."
+    leaks = f"{how_many(len(e), 'recording')}, {e.table['leak'].sum():,} of them leaks"
+    yield f"{leaks}; 95 % confidence intervals by bootstrap over {how_many(len(e.groups), e.groups.word)}."
     if text := e.details.get("silence"):
         yield f"{text}."
     for j in e.ways:
@@ -322,27 +331,31 @@ def evaluation_answer(
     "Return what a person acts on: leaks found and false alarms, comparison with a level meter, what to expect at a new sensor."
     counts, by = e.detector.counts, e.groups.by
     n_leaks, n_quiet = counts.true_leak + counts.missed_leak, counts.false_alarm + counts.true_normal
-    alarms = f"{counts.false_alarm:,} false alarm{'s' * (counts.false_alarm != 1)}"
-    found = f"of {n_leaks:,} leaks found {counts.true_leak:,}; of {n_quiet:,} without a leak {alarms}"
+    alarms = how_many(counts.false_alarm, "false alarm")
+    found = (
+        f"of {how_many(n_leaks, 'leak')} found {counts.true_leak:,}; of {n_quiet:,} without a leak {alarms}"
+    )
     answers = {title: d.answer for title, d in e.verdict.against}
     level = answers.get(BASELINE_TITLES["level"], "not known, no baseline was compared")
-    others = [title for title, answer in answers.items() if answer != "yes"]
+    worse = [title for title, answer in answers.items() if answer != "yes"]
+    unchecked = next((caution for caution in e.cautions if "was not checked" in caution), "")
     truth = e.table["leak"].to_numpy(bool)
     held = min(len(np.unique(e.groups.code[own])) for own in (truth, ~truth))
     new = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}{e.detector.intervals['balanced_accuracy'].in_brackets('.2f')}"
     if e.leaky:
         new = "cannot be told from a leaky split"
-    elif any("not checked" in caution for caution in e.cautions):
-        new = "cannot be told, because leakage was not checked"
+    elif unchecked:
+        new = f"cannot be told. {unchecked}"
     elif not e.has_groups:
         new = "cannot be told, because the sensors of the recordings are not known"
     elif held < stats.MIN_GROUPS:
-        new = f"cannot be told, because a label comes from {held} {by}{'s' * (held != 1)}, and {stats.MIN_GROUPS} are needed"
+        new = f"cannot be told, because a label comes from {how_many(held, noun_of(by))}, and {stats.MIN_GROUPS} are needed"
     lines = [f"{LEAKY_SPLIT}{' --full says why' * brief}"] * e.leaky
     lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
-    lines += [f"not shown to be better than: {', '.join(others)}"] * bool(others and level == "yes")
-    cautions = e.cautions[:1] if brief else (*e.stamps, *e.cautions)
-    more = f" (and {len(e.cautions) - 1} more: --full)" * (brief and len(e.cautions) > 1)
+    lines += [f"not shown to be better than: {', '.join(worse)}"] * bool(worse and level == "yes")
+    others = [caution for caution in e.cautions if caution not in new]
+    cautions = others[:1] if brief else (*e.stamps, *others)
+    more = f" (and {len(others) - 1} more: --full)" * (brief and len(others) > 1)
     lines.append(f"at a new {by if e.has_groups else 'sensor'}: {new}")
     reached = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}; cross-validation promised"
     lines += [f"{reached} {value:.2f}" for value in [e.details.get("promised")] if value is not None]
@@ -424,17 +437,23 @@ def _other_findings(
     if split is not None:
         yield from (f"{show_path(p.path)}: {p.message}." for p in split.problems)
         for kind in split.unchecked:
-            yield f"The {kind} was not checked for leakage, because it is unknown for some recordings."
+            yield (
+                f"Whether a {kind} is in training and test was not checked, because some recordings have none: "
+                "name it in a table or by a pattern (leakmel build)."
+            )
     if known is not None and known.question:
         yield known.question
     training = parts.get("training")
     is_known = known is not None and detector.provenance.is_complete
     if training is None and not is_known:
-        yield "Leakage was not checked: no training recordings were given, and the model does not store which recordings it was trained on."
+        yield (
+            "Whether the detector was trained on test recordings was not checked, because its file does not list them: "
+            "name its training set (--training, in Python training)."
+        )
     learned = find_overlap(detector.provenance, training) if training is not None and is_known else None
     if learned is not None and learned.n_new:
         yield (
-            f"{learned.n_new:,} of {learned.n:,} recordings given as training were not used to train the detector: "
+            f"{learned.n_new:,} of {how_many(learned.n, 'recording')} given as training were not used to train the detector: "
             "the baselines were trained on other recordings, and leakage found in this split may not concern the detector."
         )
     sources = {id(s): s for ds in parts.values() for s in ds.sources}

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from leakmel.core.errors import show_path
+from leakmel.core.errors import how_many, show_path
 from leakmel.dataset.reader import read_rows
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.metrics.metrics import Reliability, roc
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 
 LEAK_COLOR = style.LABEL_COLORS[1]
 OTHER_COLOR = style.LABEL_COLORS[0]
-
-
-def counted(n: int, what: str) -> str:  # what: in the singular
-    "A number with its noun."
-    return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def error_bars(
@@ -199,12 +194,12 @@ def confusion_figure(
         ]
         # right ones blue, wrong ones red
         cells = {"z": [style.f32(np.array([[1, -1], [-1, 1]]) * share)], "text": [text]}
-        missed = counted(int(counts[0, 1]), "leak")
-        alarms = counted(int(counts[1, 0]), "false alarm")
+        missed = how_many(int(counts[0, 1]), "leak")
+        alarms = how_many(int(counts[1, 0]), "false alarm")
         per_100 = f"{100 * called.mean():.0f} alarms per 100"
         return [
             cells,
-            {"title.text": f"{missed} missed and {alarms} in {len(truth):,} recordings, {per_100}"},
+            {"title.text": f"{missed} missed and {alarms} in {how_many(len(truth), 'recording')}, {per_100}"},
         ]
 
     first, layout = at(model.threshold)
@@ -314,14 +309,14 @@ def group_figure(
                 "hovertext": [names[i] for i in rows],
             }
         )
-    title = f"No classification error in {groups.counted(len(names))}"
+    title = f"No classification error in {how_many(len(names), groups.word)}"
     if wrong.any():
         worst = rows[0]
-        title = f"{names[worst]} is worst: {wrong[worst]:.0f} of {n[worst]:,} recordings wrong"
+        title = f"{names[worst]} is worst: {wrong[worst]:.0f} of {how_many(n[worst], 'recording')} wrong"
     fig = style.styled_figure(
         traces,
         title,
-        f"{stamp}Median score; lines span the 10th to the 90th percentile; {len(rows)} of {len(names):,} rows",
+        f"{stamp}Median score; lines span the 10th to the 90th percentile; {len(rows)} of {how_many(len(names), 'row')}",
         height=170 + 24 * len(rows),
         xaxis={
             "title": {"text": "score"},
@@ -510,7 +505,7 @@ def errors_figure(
         shown,
         spec,
         threshold=worst[0].threshold,
-        title=f"The worst errors: {counted(n_missed, 'leak')} missed, {counted(len(worst) - n_missed, 'false alarm')}",
+        title=f"The worst errors: {how_many(n_missed, 'leak')} missed, {how_many(len(worst) - n_missed, 'false alarm')}",
         note=f"{stamp}Log-mel spectrograms (Hz) with one colour scale; below, the score of each long segment and the threshold",
         n_cols=2,
     )

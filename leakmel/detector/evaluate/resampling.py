@@ -22,7 +22,7 @@ import pandas as pd
 
 from leakmel.core.cluster import Cluster
 from leakmel.core.comparison import text_column
-from leakmel.core.errors import DataError, UsageError, require_count, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, require_count, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.operation import RowTable, user_path, write_summary
 from leakmel.core.progress import Progress
@@ -91,7 +91,7 @@ class Resampled(RowTable):
         "Return pairs of a name and a text: the time and the files, which end each result."
         n_read = self.n_fits - self.n_done
         again = f", {n_read:,} of them read from an earlier run" if n_read else ""
-        rows = [("time", f"{self.n_fits:,} fits{again}, {self.seconds:,.1f} s")]
+        rows = [("time", f"{how_many(self.n_fits, 'fit')}{again}, {self.seconds:,.1f} s")]
         if self.out is not None:
             rows.append(("written", f"{show_path(self.out)}: {', '.join(result_files(self.name))}"))
         return rows
@@ -178,12 +178,12 @@ class CrossValidation(Resampled):
     @property
     def method(self) -> str:
         "How the folds were made, a sentence."
-        groups = self.groups.counted(len(self.groups))
+        groups = how_many(len(self.groups), self.groups.word)
         how = f"{self.folds['fold'].max() + 1} folds, no {self.groups.by} in two"
         if self.is_one_out:
             how = f"each of {groups} was left out once"
         seeds = "" if len(self.seeds) == 1 else f", with {len(self.seeds)} seeds"
-        return f"{len(self):,} recordings ({self.table['leak'].sum():,} leaks) of {groups}: {how}{seeds}"
+        return f"{how_many(len(self), 'recording')} ({how_many(self.table['leak'].sum(), 'leak')}) of {groups}: {how}{seeds}"
 
     @property
     def spread(self) -> dict[str, dict[str, float | int | None]]:
@@ -210,7 +210,7 @@ class CrossValidation(Resampled):
             )
             for name, parts in (("folds", self.folds), ("seeds", self.seeds))
         }
-        kinds = (f"{kind} in {n} of {len(self.folds)} folds" for kind, n in self.kinds.items())
+        kinds = (f"{kind} in {n} of {how_many(len(self.folds), 'fold')}" for kind, n in self.kinds.items())
         return [
             ("method", self.method),
             *(("labels", counts_text(dict(counts))) for counts in [self.labels_by_people] if counts),
@@ -483,14 +483,19 @@ class Generalisation(Resampled):
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
         g = self.groupings[0]
-        rows = [("detector", f"{self.asked}, {g['recordings']:,} recordings ({g['leaks']:,} leaks)")]
+        rows = [
+            (
+                "detector",
+                f"{self.asked}, {how_many(g['recordings'], 'recording')} ({how_many(g['leaks'], 'leak')})",
+            )
+        ]
         for g in self.groupings:
             title = " = ".join(map(show_path, (g["by"], *g["same_groups"])))
             if g["left_out"]:
                 rows.append(("left out", f"{title}: {g['left_out']['reason']}"))
                 continue
             found = self.tested[g["by"]]
-            rows.append(("by", f"{title}: {g['groups']:,} groups, {figures_text(found.detector)}"))
+            rows.append(("by", f"{title}: {how_many(g['groups'], 'group')}, {figures_text(found.detector)}"))
             if len(found.seeds) > 1:
                 reach = found.seeds["balanced_accuracy"]
                 text = f"balanced accuracy {reach.min():.3f} to {reach.max():.3f} with {len(reach)} seeds of the folds"
@@ -520,7 +525,8 @@ class Generalisation(Resampled):
             "title": {"text": "folds by (harder test to the right)"},
             "tickvals": list(range(len(shown))),
             "ticktext": [
-                f"{plain_text(t)}<br>{g['groups']:,} groups" for t, g in zip(titles, shown, strict=True)
+                f"{plain_text(t)}<br>{how_many(g['groups'], 'group')}"
+                for t, g in zip(titles, shown, strict=True)
             ],
             "range": [-0.4, len(shown) - 0.6],
             "showgrid": False,
@@ -675,7 +681,7 @@ class LearningCurve(Resampled):
 
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
-        n_all = f"{len(self.groups.code):,} recordings of {self.groups.counted(len(self.groups))}"
+        n_all = f"{how_many(len(self.groups.code), 'recording')} of {how_many(len(self.groups), self.groups.word)}"
         rows = [("detector", f"{self.asked}, {n_all}")]
         rows += [("", f"{text.rstrip('.')}.") for text in (self.note, self.groups.note) if text]
         for p in self.table.to_dict("records"):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from leakmel.core.errors import DataError, UsageError, require_choice
+from leakmel.core.errors import DataError, UsageError, how_many, noun_of, plural, require_choice
 
 FIGURES = ("accuracy", "balanced_accuracy", "precision", "sensitivity", "specificity", "f1", "auc")
 
@@ -196,7 +196,7 @@ def best_threshold(
         raise DataError(
             "a threshold cannot be chosen, because all recordings have the same label",
             code="one-class",
-            found=f"{n_leaks:,} leaks in {n:,} recordings",
+            found=f"{how_many(n_leaks, 'leak')} in {how_many(n, 'recording')}",
             expected="leaks and others",
             remedy="use the threshold 0.5",
         )
@@ -335,7 +335,7 @@ def choose_rule(
         areas = [roc(is_leak, vote_scores(segment_scores, *candidate)).auc for candidate in CANDIDATES]
         rule, needed = CANDIDATES[int(np.argmax(np.round(areas, 6)))]
     thresholds = tuple(best_threshold(is_leak, vote_scores(segment_scores, r, needed)) for r in VOTES)
-    source = source or f"{len(segment_scores):,} validation recordings"
+    source = source or how_many(len(segment_scores), "validation recording")
     return DecisionRule(rule, needed, thresholds, f"highest balanced accuracy on {source}")
 
 # %% ../../../nbs/detector/metrics/metrics.ipynb #de000004
@@ -504,12 +504,13 @@ class AlarmThreshold:
     by: str  # name of a group
 
     def __str__(self) -> str:
-        many = f"{self.n_normal:,} recordings without a leak from {self.n_groups:,} {self.by}{'s' * (self.n_groups != 1)}"
-        how = f"estimated; {self.expected:.1f} on {self.by}s that did not choose it (95 %: {self.low:.1f} to {self.high:.1f}; {many})"
+        noun = noun_of(self.by)
+        many = f"{how_many(self.n_normal, 'recording')} without a leak from {how_many(self.n_groups, noun)}"
+        how = f"estimated; {self.expected:.1f} on {plural(noun)} that did not choose it (95 %: {self.low:.1f} to {self.high:.1f}; {many})"
         if np.isnan(self.expected):
             how = f"estimated; no {self.by} can be left out to check it ({many})"
         if self.is_guaranteed:
-            how = f"guaranteed on average over new {self.by}s (conformal, {many})"
+            how = f"guaranteed on average over new {plural(noun)} (conformal, {many})"
         alarms = f"false alarm{'s' * (self.per_100 != 1)} per 100 recordings without a leak"
         return f"at most {self.per_100:g} {alarms}, {how}"
 

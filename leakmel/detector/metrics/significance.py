@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core.errors import require_count, show_path
+from leakmel.core.errors import how_many, require_count, show_path
 from leakmel.detector.data.splits import Group, group_name, group_values, names_by_sensor
 from leakmel.detector.metrics import metrics
 
@@ -50,10 +50,6 @@ class Groups:
     def word(self) -> str:
         "Noun of a group."
         return _WORDS.get(self.by, "group")
-
-    def counted(self, n: int) -> str:
-        "Format a number of groups with their noun."
-        return f"{n:,} {self.word}{'s' * (n != 1)}"
 
 
 def encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
@@ -227,13 +223,13 @@ class Bootstrap:
     def group_support(self, figure: str) -> tuple[int, str]:
         "Count the groups with recordings that a figure depends on; also as text."
         if figure == "accuracy":
-            return len(self.groups), self.groups.counted(len(self.groups))
+            return len(self.groups), how_many(len(self.groups), self.groups.word)
         others = "without a leak" if self.groups.by == "recording" else "with others"
         either = {"with a leak": self.truth, others: ~self.truth}
         numbers = {word: len(np.unique(self.groups.code[own])) for word, own in either.items()}
         fewest = min(numbers, key=lambda name: numbers[name])
         word = {"specificity": others, "balanced_accuracy": fewest, "auc": fewest}.get(figure, "with a leak")
-        return numbers[word], f"{self.groups.counted(numbers[word])} {word}"
+        return numbers[word], f"{how_many(numbers[word], self.groups.word)} {word}"
 
     def intervals(self, draws: Mapping[str, np.ndarray]) -> dict[str, Interval]:
         "Compute the interval of each figure from draws, as `draws` gives them, or differences of two."
@@ -455,10 +451,10 @@ def cautions(
         n = int(mine.sum())
         counts = np.bincount(code[mine], minlength=1)
         n_groups = int(np.count_nonzero(counts))
-        of_groups = groups.counted(n_groups)
+        of_groups = how_many(n_groups, groups.word)
         reasons = {
             f"The test set has no recording with {own}, {nothing}. {_REMAINING_FIGURES[own]}": not n,
-            f"The test set has only {n} recording{'s' * (n > 1)} with {own}, {nothing}.": n < MIN_RECORDINGS,
+            f"The test set has only {how_many(n, 'recording')} with {own}, {nothing}.": n < MIN_RECORDINGS,
             f"All recordings with {own} come from {of_groups}: any property of it predicts the label, {nothing}.": n_groups
             == 1
             < n_all,
@@ -469,15 +465,15 @@ def cautions(
         found += [text for text, holds in reasons.items() if holds][:1]
         if n_groups >= MIN_GROUPS and counts.max() > 0.5 * n and n_all < len(truth):
             weak.append(
-                f"One of {groups.counted(n_all)} has {counts.max() / n:.0%} of the recordings with {own}, so the figures mostly describe that one."
+                f"One of {how_many(n_all, groups.word)} has {counts.max() / n:.0%} of the recordings with {own}, so the figures mostly describe that one."
             )
     if n_all < MIN_GROUPS:
-        only = f"{'only ' * (n_all > 1)}{groups.counted(n_all)}"
+        only = f"{'only ' * (n_all > 1)}{how_many(n_all, groups.word)}"
         found.append(f"All recordings come from {only}, {nothing} about others.")
     leak_shares = np.bincount(code, weights=truth, minlength=n_all) / np.bincount(code, minlength=n_all)
     if n_all < len(truth) and truth.any() and not truth.all() and np.isin(leak_shares, (0, 1)).all():
         weak.append(
-            f"Each of {groups.counted(n_all)} has one label only: a detector can separate the labels by recognising the groups, without detecting leaks."
+            f"Each of {how_many(n_all, groups.word)} has one label only: a detector can separate the labels by recognising the groups, without detecting leaks."
         )
     return (*found, *weak, *([groups.note[0].upper() + groups.note[1:] + "."] if groups.note else []))
 
@@ -572,7 +568,7 @@ def permutation_test(
         (low_high[0], low_high[1]),
         intervals[0],
         int(np.count_nonzero(np.array(areas) >= own - 1e-12)),
-        groups.counted(len(groups)) if len(groups) < len(truth) else "",
+        how_many(len(groups), groups.word) if len(groups) < len(truth) else "",
     )
 
 # %% ../../../nbs/detector/metrics/significance.ipynb #7a5b2081

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from leakmel.core.comparison import text_key
-from leakmel.core.errors import UsageError, show_path
+from leakmel.core.errors import UsageError, how_many, noun_of, plural, show_path
 from leakmel.core.parameters import check_types, field_kinds
 from leakmel.detector.data.segments import Segments, row_blocks
 from leakmel.detector.data.splits import LEAKY_SPLIT, names_by_sensor, recordings_table
@@ -62,7 +62,7 @@ class EvaluationRecord:
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def __str__(self) -> str:
-        groups = "" if self.by == "recording" else f" of {self.groups:,} {self.by}{'s' * (self.groups != 1)}"
+        groups = "" if self.by == "recording" else f" of {how_many(self.groups, noun_of(self.by))}"
         auc = "AUC undefined" if self.auc is None else f"AUC {self.auc:.2f}"
         if self.auc_low is not None:
             auc += f" ({self.auc_low:.2f} to {self.auc_high:.2f})"
@@ -76,7 +76,7 @@ class EvaluationRecord:
         inside = "In cross-validation inside its training set"
         where = inside if self.kind == CROSS_VALIDATION else "On a test set"
         leaky = "; LEAKY SPLIT, the figures are too good" if self.stamps else ""
-        return f"{where} ({self.recordings:,} recordings{groups}, {self.method}): {auc}, {results[self.beats]}{leaky}"
+        return f"{where} ({how_many(self.recordings, 'recording')}{groups}, {self.method}): {auc}, {results[self.beats]}{leaky}"
 
 
 def evaluation_record(
@@ -179,6 +179,7 @@ def evaluation_result(evaluations: Sequence[EvaluationRecord]) -> str:
     return f"{texts[found.beats]} ({found.kind}{', leaky split' if found.stamps else ''})"
 
 # %% ../../../nbs/detector/model/card.ipynb #ca000008
+NO_SENSOR = "Name the sensor of each recording"
 ENOUGH_GROUPS = 20  # with each label: below, intervals are wide (about 0.2 in AUC)
 
 
@@ -203,6 +204,7 @@ def next_steps(
             else f"Evaluate the detector: `leakmel train {data} --cross-validate` for a small set, or {evaluate}."
         ]
     by = found.by
+    noun = noun_of(by)
     pairs = ((found.groups_with_leak, "with a leak"), (found.groups_without_leak, "without a leak"))
     steps = [
         (
@@ -211,14 +213,14 @@ def next_steps(
         ),
         (
             by == "recording",
-            "Name the sensor of each recording, in a table or by a pattern: recordings of one sensor were trained on and scored, "
+            f"{NO_SENSOR}, in a table or by a pattern: recordings of one sensor were trained on and scored, "
             "so new sensors will give a lower figure.",
         ),
         *(
             (
                 n < ENOUGH_GROUPS,
-                f"Record and label at {ENOUGH_GROUPS - n} more {by}s {which}: there are such recordings from "
-                f"{n} {by}{'s' * (n != 1)} only. More recordings of the same {by}s help less.",
+                f"Record and label at {ENOUGH_GROUPS - n} more {plural(noun)} {which}: there are such recordings from "
+                f"{how_many(n, noun)} only. More recordings of the same {plural(noun)} help less.",
             )
             for n, which in sorted(pairs)
         ),
@@ -229,7 +231,7 @@ def next_steps(
         ),
         (
             found.kind == CROSS_VALIDATION,
-            f"Keep recordings of other {'sensor' if by == 'recording' else by}s or of a later period as a test set: {evaluate}.",
+            f"Keep recordings of other {'sensors' if by == 'recording' else plural(noun)} or of a later period as a test set: {evaluate}.",
         ),
         (
             found.beats is True and has_scores,
@@ -283,7 +285,7 @@ class Provenance:
         )
 
     def __repr__(self) -> str:
-        return f"Provenance({len(self.recordings):,} recordings{'' if self.is_complete else ', and perhaps others'})"
+        return f"Provenance({how_many(len(self.recordings), 'recording')}{'' if self.is_complete else ', and perhaps others'})"
 
 # %% ../../../nbs/detector/model/card.ipynb #508a8552
 def _known_table(ds: Segments) -> "pd.DataFrame | None":

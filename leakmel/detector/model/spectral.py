@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from leakmel.core.errors import DataError, UsageError
+from leakmel.core.errors import DataError, UsageError, how_many
 from leakmel.core.machine_code import CompiledCode, load_compiled
 from leakmel.core.monitor import usable_cores
 from leakmel.core.progress import DelayedProgress
@@ -479,7 +479,7 @@ def fit_logistic(
         raise DataError(
             "a baseline needs recordings of both labels",
             code="one-class",
-            found=f"{int(y.sum()):,} leaks in {len(y):,} recordings",
+            found=f"{how_many(int(y.sum()), 'leak')} in {how_many(len(y), 'recording')}",
         )
     if not np.isfinite(x).all():
         raise DataError("some features of the baseline are not finite", code="scores-not-finite")

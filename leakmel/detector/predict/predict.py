@@ -28,6 +28,8 @@ from leakmel.core.errors import (
     EngineError,
     OutputError,
     UsageError,
+    how_many,
+    plural,
     require_choice,
     show_path,
     write_error,
@@ -592,17 +594,20 @@ class Predictions:
             path = r["path"]
             if len(path) > room:
                 path = f"{path[: room // 3]}...{path[len(path) - room + room // 3 + 3 :]}"
-            found = f"{round(r['leak_share'] * r['n_segments'])} of {r['n_segments']} segments"
+            found = f"{round(r['leak_share'] * r['n_segments'])} of {how_many(r['n_segments'], 'segment')}"
             most.append(f"  {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {path:<{room}}  {found}")
         reasons = ", ".join(f"{n:,} x {code}" for code, n in s["rejected_by_code"].items())
 
         brier = f"; Brier score {', '.join(map(str, self.reliability))}"
         if n_without := s["without_probability"]:
             by = self.reliability[-1].by
-            brier += f": no probability for {n_without:,} recordings of new or unnamed {by if by != 'site' else 'sensor'}s"
+            known = "sensor" if by == "site" else by
+            brier += (
+                f": no probability for {how_many(n_without, 'recording')} of new or unnamed {plural(known)}"
+            )
         notes = {  # line -> whether it applies
             f"Detector: {s['evaluation']}{brier if self.calibration and self.reliability else ''}": True,
-            "the model does not store its training recordings: some of these recordings may be among them": (
+            "whether the detector was trained on some of these was not checked, because its file does not list them: train it again": (
                 s["in_training"] is None
             ),
             f"{learned}: such scores do not show how it works on other recordings": n_learned,
@@ -613,7 +618,7 @@ class Predictions:
         n_most = 4 - len(lines)  # of an answer of five lines
         rest = {
             **dict.fromkeys(most[n_most:], True),
-            f"{len(self):,} scored + {s['rejected']:,} rejected = {self.found:,} files found": True,
+            f"{len(self):,} scored + {s['rejected']:,} rejected = {how_many(self.found, 'file')} found": True,
             str(self.rule): True,
             f"{self._speed} end to end; features by {self.engine}, model on {self.device}": True,
             f"the model was trained on features by {self.learned_by}: scores may differ in the last digits": (
@@ -623,11 +628,13 @@ class Predictions:
             f"scores in {s['out']}": s["out"],
             f"rejected in {s['rejected_out']}": s["out"] and s["rejected"],
         }
-        head = f"{s['leaks']:,} of {len(self):,} recordings are leaks at threshold {self.rule.threshold:.3g}{share}"
+        are = f"{how_many(len(self), 'recording')} {'is a leak' if len(self) == 1 else 'are leaks'}"
+        head = f"{s['leaks']:,} of {are} at threshold {self.rule.threshold:.3g}{share}"
+        order = ", the most suspicious first:" if s["out"] else ", not stored (--out FILE):"
         where = quote(show_path(self.folder))
         scores = f"--scores {quote(s['out'])}" if s["out"] else f"--model {quote(self.model)}"
         return Run(width=width, full=full).answer(
-            [head + ", the most suspicious first:" * bool(most), *most[:n_most], *lines],
+            [head + order * bool(most), *most[:n_most], *lines],
             [line for line, applies in rest.items() if applies],
             next=f"leakmel review {where} {scores}" if most else "",
         )
@@ -665,7 +672,7 @@ def _collect(found: RecordingList, scoring: ScoringThread, provenance: Provenanc
     facts = readers.facts[good]
     known = provenance.contains(facts["digest"].tolist()).tolist()
     paths = list(compress(found.listing.paths, readers.facts["good"].tolist()))
-    if isinstance(found.names, ParsedNames):
+    if isinstance(found.names, ParsedNames) and found.names.naming is None:
         columns = columns_of_names(paths, ("sensor", "gain", "start_time"))
         texts = [each_once(columns[name].tolist(), os.fsdecode) for name in ("sensor", "start_time")]
         gain = columns["gain"]

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from leakmel.core.comparison import likely_leaks
 from leakmel.core.errors import (
     DataError,
     EngineError,
@@ -52,7 +53,15 @@ from leakmel.recordings import listing as listings
 from leakmel.recordings.conform import add_faults, quality, quality_figures
 from leakmel.recordings.listing import FoundFiles, Listing, split_folders
 from leakmel.recordings.manifest import Manifest, check_manifest
-from leakmel.recordings.naming import NameParts, Naming, parse_name, split_name
+from leakmel.recordings.naming import (
+    NameParts,
+    Naming,
+    guess_pattern,
+    parse_name,
+    pattern_naming,
+    sensor_pattern,
+    split_name,
+)
 from leakmel.recordings.wav import close_read, open_regular, read_wav
 
 # %% ../../../nbs/detector/predict/scoring.ipynb #7e6c76f1
@@ -82,21 +91,33 @@ class RecordingList:
         "Return one of n parts, by its number from 1: consecutive recordings."
         own = slice(*listings.part_range(len(self.listing), number, n_parts))
         listing = self.listing.part(number, n_parts)
-        names = ParsedNames(listing.paths) if isinstance(self.names, ParsedNames) else self.names[own]
-        return RecordingList(listing, self.labels[own], names)
+        names = self.names
+        if isinstance(names, ParsedNames):
+            return RecordingList(listing, self.labels[own], ParsedNames(listing.paths, names.naming))
+        return RecordingList(listing, self.labels[own], names[own])
 
 
 class ParsedNames(Sequence[NameParts]):
     "Parts of the names of paths, read from a path when they are requested: for a million paths they take 350 MB."
 
-    def __init__(self, paths: list[bytes]):
+    def __init__(self, paths: list[bytes], naming: Naming | None = None):
         self._paths = paths
+        self.naming = naming  # of a guessed pattern; None: the names of loggers
 
     def __len__(self) -> int:
         return len(self._paths)
 
     def __getitem__(self, i: Any) -> Any:
-        return parse_name(_below_split(self._paths[i]))
+        path = _below_split(self._paths[i])
+        return parse_name(path) if self.naming is None else self.naming.read(path).parts
+
+
+def _guessed(paths: list[bytes], labels: list[str]) -> Naming | None:
+    "Return the naming of a pattern that is guessed as `nightly` does; label folders are no sensors. None: names of loggers, or others."
+    guess = sensor_pattern if likely_leaks({*labels}) else guess_pattern
+    is_known = any(parse_name(path).sensor for path in paths[:2000])
+    pattern = "" if is_known else guess([_below_split(path) for path in paths])
+    return pattern_naming(pattern) if pattern else None
 
 
 def find_recordings(
@@ -112,7 +133,7 @@ def find_recordings(
         with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
             finds = _walk_folder(root, split, count)
         labels = np.array(list(map(label_in, finds.paths)), object)
-        names: Sequence[NameParts] = ParsedNames(finds.paths)
+        names: Sequence[NameParts] = ParsedNames(finds.paths, _guessed(finds.paths, labels.tolist()))
         notes = listings.passed_over_note([finds])
     else:
         finds, labels, names = _manifest_recordings(root, split, manifest)

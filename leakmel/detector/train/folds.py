@@ -25,7 +25,7 @@ from threadpoolctl import threadpool_limits
 
 from leakmel import __version__
 from leakmel.core.cluster import Cluster, open_cluster, run_tasks
-from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, show_path
 from leakmel.core.files import read_own, sealed, write_whole
 from leakmel.core.monitor import free_memory, usable_cores
 from leakmel.core.progress import Progress
@@ -72,10 +72,11 @@ def joined_groups(
     of[found.code] = code
     parts = [[found.names[k] for k in np.flatnonzero(of == j)] for j in range(int(code.max()) + 1)]
     names = tuple(
-        " + ".join(part) if len(part) <= 3 else f"{part[0]} and {len(part) - 1:,} others" for part in parts
+        " + ".join(part) if len(part) <= 3 else f"{part[0]} and {how_many(len(part) - 1, 'other')}"
+        for part in parts
     )
     n_joined = len(found) - len(names)
-    text = f"some of {found.counted(len(found))} hold the same recordings or pieces of one recording, so {n_joined:,} fewer are counted"
+    text = f"some of {how_many(len(found), found.word)} hold the same recordings or pieces of one recording, so {n_joined:,} fewer are counted"
     return stats.Groups(
         found.by, code, names, "; ".join(filter(None, [found.note, text if n_joined else ""]))
     )
@@ -121,7 +122,7 @@ def make_folds(
     raise DataError(
         "cross-validation is not possible: a label would be missing in training",
         code="label-in-one-part",
-        found=f"{len(numbers):,} groups, {most:,} with the rarest label",
+        found=f"{how_many(len(numbers), 'group')}, {most:,} with the rarest label",
         expected="at least two groups with each label",
         remedy="add recordings of other groups with this label: with one group there is nothing left to train on or to test",
     )
@@ -621,11 +622,11 @@ def with_decision(
     if trainer is not None:
         detector = replace(detector, record=detector.record | {"choice": choice and choice.summary})
         if choice is not None:
-            name = f"{len(choice.scored):,} recordings in cross-validation"
+            name = f"{how_many(len(choice.scored), 'recording')} in cross-validation"
             found.append((choice.segment_scores, trainer.ds.is_leak[choice.scored], choice.groups, name))
             evaluations = (_inner_evaluation(choice, trainer),)
     if data.validation is not None:
-        name = f"{len(data.validation.rows):,} validation recordings"
+        name = how_many(len(data.validation.rows), "validation recording")
         groups = stats.recording_groups(recordings_of(data.validation))
         scores = score_rows(detector, data.validation, device=device)
         found.append((scores, data.validation.is_leak, groups, name))

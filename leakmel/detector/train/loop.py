@@ -18,20 +18,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from shlex import join, quote
+from shlex import quote
 from types import FrameType
 from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
 import pandas as pd
 
-from leakmel.core.errors import DataError, OutputError, UsageError, require_choice, show_path
+from leakmel.core.errors import DataError, OutputError, UsageError, how_many, require_choice, show_path
 from leakmel.core.files import write_errors
 from leakmel.core.locks import OutputLock
 from leakmel.core.monitor import Monitor
 from leakmel.core.operation import RowTable, user_path, write_summary
 from leakmel.core.progress import announce
-from leakmel.detector.data.segments import BINARY, LEFT_OUT
 from leakmel.detector.data.splits import Group, Split, recordings_table
 from leakmel.detector.model import files
 from leakmel.detector.model.card import evaluation_result, evaluation_text
@@ -172,7 +171,9 @@ def begin_training(
         return f"Starts with epoch 1 of {state.settings.epochs}, {len(state.loader):,} batches each."
     states.restore_checkpoint(state, values)
     if state.is_over:
-        return f"The training was already finished after {len(state.epochs)} epochs: nothing to do."
+        return (
+            f"The training was already finished after {how_many(len(state.epochs), 'epoch')}: nothing to do."
+        )
     return f"Resumes after step {state.stepper.n_done:,}, in epoch {len(state.epochs) + 1} of {state.settings.epochs}."
 
 
@@ -321,7 +322,9 @@ class TrainResult(RowTable):
         if not choice:
             return []
         groups = f"{choice['folds']} folds" if choice["folds"] > 1 else "A fifth held out"
-        texts = [f"{choice['reason']} {groups} of {choice['recordings']:,} recordings, by {choice['by']}:"]
+        texts = [
+            f"{choice['reason']} {groups} of {how_many(choice['recordings'], 'recording')}, by {choice['by']}:"
+        ]
         for t in choice["tried"]:
             auc = f"AUC {t['auc']:.3f} (standard error {t['error']:.3f})"
             accuracy = f"balanced accuracy {t['balanced_accuracy']:.3f}"
@@ -336,7 +339,7 @@ class TrainResult(RowTable):
         best = self.epochs[self.best_epoch - 1]
         f1 = "not known: there was no validation, so the last epoch was kept"
         if not math.isnan(best.f1):
-            of = f"{s['validation']['recordings']:,} recordings of validation"
+            of = f"{how_many(s['validation']['recordings'], 'recording')} of validation"
             f1 = f"{best.f1:.4f} of {of}, which chose epoch and threshold (AUC {best.auc:.4f})"
         early = ", stopped early" if s["stopped_early"] else ""
         return [
@@ -370,26 +373,6 @@ def finish_training(
     return _write_result(run.out, detector, state.data, run.seconds, start_text, state)
 
 
-def _words_of(data: states.TrainingData, out: Path, kind: str) -> str:
-    "Return data sets and task as words of `leakmel train`, for another run with the same recordings."
-    task, paths = data.task, [show_path(s.path) for s in data.training.sources]
-    if len(paths) > 3:
-        return "DATA --out DIR"
-    pairs = zip(("", "--validation", "--testing"), paths, strict=False)  # as many as there are paths
-    words = [word for pair in pairs for word in pair if word]
-    if task.leak_label.casefold() != "leak":
-        words += ["--leak-label", task.leak_label]
-    if kind != "spectral":
-        words += ["--detector", kind]
-    if task.kind == BINARY:
-        words += ["--kind", BINARY]
-    if left_out := [name for name, k in zip(task.class_names, task.to_model, strict=True) if k == LEFT_OUT]:
-        words += ["--leave-out", ",".join(left_out)]
-    if any(s.legacy for s in data.training.sources):
-        words.append("--legacy")
-    return join([*words, "--out", show_path(out.with_name(f"{out.name}-folds"))])
-
-
 def _write_result(
     out: Path,
     detector: Detector,
@@ -417,6 +400,7 @@ def _result_of(
     "Return the result of a training whose model is written."
     epochs = () if state is None else tuple(state.epochs)
     best = None if state is None else state.best_figures
+    first = quote(show_path(data.training.sources[0].path))
     summary = detector.record | {
         "ok": True,
         "model": show_path(path),
@@ -429,7 +413,7 @@ def _result_of(
         "threshold_from": detector.threshold_from,
         "evaluation": evaluation_text(detector.evaluations),
         "evaluation_result": evaluation_result(detector.evaluations),
-        "next_steps": steps_of(detector, _words_of(data, path.parent, detector.kind), quote(show_path(path))),
+        "next_steps": steps_of(detector, f"{first} --out DIR", quote(show_path(path))),
         "seconds": seconds,
         "n_parameters": detector.classifier.n_parameters,
         "begin": begin,

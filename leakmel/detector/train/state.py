@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from leakmel import __version__
-from leakmel.core.errors import DataError, UsageError, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.progress import Progress, announce
 from leakmel.core.timeline import Timeline, mean, peak, percent_text
@@ -124,7 +124,7 @@ class TooShortWarning(UserWarning):
 
 def too_short(ds: Segments) -> str:
     "Return a note on recordings that are shorter than one long segment; empty where there is none."
-    n = f"{ds.n_too_short:,} of {ds.n_too_short + len(ds.rows):,} recordings"
+    n = f"{ds.n_too_short:,} of {how_many(ds.n_too_short + len(ds.rows), 'recording')}"
     why = "are shorter than one long segment and are left out; a prediction rejects them, too"
     return f"{n} {why}" if ds.n_too_short else ""
 
@@ -209,7 +209,7 @@ def _check_classes(data: TrainingData) -> None:
             "all validation recordings belong to one class",
             code="one-class",
             path=data.parts["validation"].sources[0].path,
-            found=f"{is_leak.sum():,} leaks in {len(is_leak):,} recordings",
+            found=f"{how_many(is_leak.sum(), 'leak')} in {how_many(len(is_leak), 'recording')}",
             expected="leaks and others",
             remedy="split the recordings again (leakmel.detector.data.splits.group_split), or train without validation",
         )

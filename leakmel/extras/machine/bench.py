@@ -92,7 +92,7 @@ def range_text(figure: Mapping[str, float]) -> str:
 
 def rounds_text(figures: Mapping[str, Any]) -> str:
     "Return the number of rounds of a suite as text."
-    return f"{figures['rounds']} round{'s' * (figures['rounds'] != 1)}"
+    return errors.how_many(figures["rounds"], "round")
 
 
 def commit() -> dict[str, Any]:
@@ -207,7 +207,7 @@ def synthetic_set_of_size(
     "Return a synthetic data set of so many recordings in the work folder; an existing one is reused; raises SpaceError."
     root = Path(os.path.realpath(work_folder(folder))) / f"demo-{n_files}"
     if not root.is_dir():
-        log(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB)")
+        log(f"writing {errors.how_many(n_files, 'recording')} ({n_files * WAV_BYTES / 1e9:.2f} GB)")
         write_demo(root, n_files=n_files)
     return root
 
@@ -298,8 +298,10 @@ def build_table(
         rate, cpu_s, peak = (f[key]["median"] for key in ("files_per_s", "cpu_s", "peak_rss_bytes"))
         rows += [(name, f"{rate:,.0f}", range_text(f["files_per_s"]), f"{cpu_s:.2f}", f"{peak / 1e6:,.0f}")]
     v, m = figures["verified"], figures["machine"]
-    files = f"{figures['n_files']:,} recordings in the training split, {rounds_text(figures)}"
-    checked = f"{v['checked']:,} of {v['rows']:,} rows recomputed in float64"
+    files = (
+        f"{errors.how_many(figures['n_files'], 'recording')} in the training split, {rounds_text(figures)}"
+    )
+    checked = f"{v['checked']:,} of {errors.how_many(v['rows'], 'row')} recomputed in float64"
     return (
         f"{aligned(rows)}\n{files}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']})\n"
         f"{checked}: {'all right' if v['all_ok'] else 'NOT ALL RIGHT'}, largest difference {v['max_abs_db']:.4f} dB"
@@ -720,7 +722,7 @@ def tune(
 
 def tune_table(f: Mapping[str, Any]) -> str:
     "Return the figures of a run of `tune` as text."
-    sample = f"{f['n_files']:,} of {f['n_files_there']:,} recordings, {f['n_bytes'] / 1e6:,.1f} MB"
+    sample = f"{f['n_files']:,} of {errors.how_many(f['n_files_there'], 'recording')}, {f['n_bytes'] / 1e6:,.1f} MB"
     machine = "{n_cores} cores ({cpu})".format(**f["machine"])
     lines = [f"{sample}; engine {f['engine']}, {machine}"]
     for cache, scores in f["builds"].items():
@@ -764,7 +766,7 @@ def tune_plot(
             }
         ],
         f"{scores[0]['files_per_s']:,.0f} files/s with {scores[0]['name']}, {cache} page cache",
-        f"Median of the rounds, {figures['n_files']:,} recordings; lines: slowest and fastest round",
+        f"Median of the rounds, {errors.how_many(figures['n_files'], 'recording')}; lines: slowest and fastest round",
         height=130 + 26 * len(scores),
         xaxis={"title": {"text": "files/s"}, "rangemode": "tozero"},
         yaxis={"title": {"text": ""}, "autorange": "reversed"},

@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 
 from leakmel.core.comparison import text_key
-from leakmel.core.errors import DataError, RecordingError, UsageError, show_path
+from leakmel.core.errors import DataError, RecordingError, UsageError, how_many, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
@@ -39,7 +39,6 @@ from leakmel.extras.nightly.history import N_BANDS, History, HistoryEntry
 from leakmel.mel.engines import Engine, open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings.naming import dashed_date
-from leakmel.recordings.problems import how_many
 from leakmel.recordings.tables import csv_table, read_text
 from leakmel.recordings.wav import read_wav
 

@@ -33,6 +33,7 @@ from leakmel.core.errors import (
     DataError,
     OutputError,
     UsageError,
+    how_many,
     missing_remedy,
     require_choice,
     require_count,
@@ -57,7 +58,7 @@ from leakmel.recordings.labels import LABELS_COLUMNS
 from leakmel.recordings.listing import Listing
 from leakmel.recordings.manifest import Manifest, scan
 from leakmel.recordings.naming import TIME_FORMS, NameParts, guess_pattern, unread_times
-from leakmel.recordings.problems import how_many, twin_problems
+from leakmel.recordings.problems import twin_problems
 from leakmel.recordings.tables import has_columns, table_number
 from leakmel.recordings.wav import Recording
 
@@ -331,7 +332,7 @@ class NightlyRun:
         "How many sensors are to be visited, and why."
         n = sum(r.visit == "audit" for r in self.sensors)
         audits = f", and {how_many(n, 'random audit visit')}" if n else ""
-        return f"{len(self.to_visit):,} of {len(self.sensors):,} sensors to visit for their scores{audits}"
+        return f"{len(self.to_visit):,} of {how_many(len(self.sensors), 'sensor')} to visit for their scores{audits}"
 
     @property
     def visit_results(self) -> str:
@@ -415,7 +416,7 @@ class NightlyRun:
                     f"  check {how_many(len(names), 'logger')}, {kind}: {', '.join(names[:MAX_NAMED])}{' ...' * (len(names) > MAX_NAMED)}"
                     for kind, names in ill.items()
                 ),
-                f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {c.found:,} files found",
+                f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {how_many(c.found, 'file')} found",
                 *[f"  {c.times_from_file:,} {_FROM_FILE}"] * (c.times_from_file > 0),
                 *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
                 *(f"  {text}" for text in self.warnings),
@@ -427,7 +428,7 @@ class NightlyRun:
         )
 
     def __repr__(self) -> str:
-        return f"NightlyRun({len(self.to_visit):,} of {len(self.sensors):,} sensors to visit; {self.counts.new:,} new recordings; {show_path(self.state)})"
+        return f"NightlyRun({len(self.to_visit):,} of {how_many(len(self.sensors), 'sensor')} to visit; {self.counts.new:,} new; {show_path(self.state)})"
 
 # %% ../../../nbs/extras/nightly/run.ipynb #46d36907
 MAX_CLIP_BYTES = 160_000  # of the samples of a player
@@ -675,7 +676,7 @@ def evidence_plot(done: "NightlyRun") -> Any:  # go.Figure
     ]
     return styled_figure(
         traces,
-        f"{len(done.to_visit):,} of {len(done.sensors):,} sensors to visit",
+        f"{len(done.to_visit):,} of {how_many(len(done.sensors), 'sensor')} to visit",
         f"dashed: limit of {done.budget.limit:,.0f} for {done.budget.per_100_nights:g} false visits per 100 sensor-nights",
         height=380,
         xaxis={
@@ -704,7 +705,7 @@ def drift_plot(done: "NightlyRun") -> Any:  # go.Figure
             }
         ],
         f"Drift: {', '.join(drift.moved)}" if drift.moved else "No drift",
-        f"{drift.n:,} recordings of the last nights against {drift.reference.n:,} of the reference; 5 % outside is usual",
+        f"{how_many(drift.n, 'recording')} of the last nights against {drift.reference.n:,} of the reference; 5 % outside is usual",
         height=340,
         xaxis={"title": {"text": "quantity (bands from low to high)"}},
         yaxis={
@@ -882,7 +883,7 @@ def _notes(files: _Files, pattern: str) -> list[str]:  # the pattern that was gu
     read = {path: name for path, (*_, name) in files.found.items() if pattern and name.sensor}
     n_sensors = how_many(len({name.sensor for name in read.values()}), "sensor")
     first = [
-        f"names are read by the pattern {pattern!r} (--pattern changes it): {n_sensors} in {len(read):,} names; for example "
+        f"names are read by the pattern {pattern!r} (--pattern changes it): {n_sensors} in {how_many(len(read), 'name')}; for example "
         f"{show_path(path)} is {show_path(name.sensor)} at {name.start_time or 'no time'}"
         for path, name in [*read.items()][:1]
     ]

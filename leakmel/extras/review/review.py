@@ -29,6 +29,7 @@ from leakmel.core.errors import (
     LeakmelError,
     MissingPackageError,
     UsageError,
+    how_many,
     install_command,
     require_choice,
     require_count,
@@ -136,8 +137,8 @@ class ReviewRecordings:
         return len(self.table)
 
     def __repr__(self) -> str:
-        left = f"; {self.rejected:,} others cannot be read" if self.rejected else ""
-        return f"{len(self):,} recordings of {show_path(self.folder)}{left}"
+        left = f"; {how_many(self.rejected, 'other')} cannot be read" if self.rejected else ""
+        return f"{how_many(len(self), 'recording')} of {show_path(self.folder)}{left}"
 
     @cached_property
     def recordings(self) -> list[Any]:
@@ -504,8 +505,8 @@ class ReviewSession:
         decided = [(at, d.label) for at, d, _ in self.steps if d.label not in (SKIPPED, UNSURE)]
         pairs = [(self.queue.items[at].label, new) for at, new in decided]
         n_changed = sum(old != "" and _label_key(old) != _label_key(new) for old, new in pairs)
-        earlier = f"; {self.n_before:,} recordings decided by {show_path(self.by)} earlier"
-        return f"{self.position:,} of {len(self.queue.items):,}; {n_changed:,} labels changed{earlier * (self.n_before > 0)}"
+        earlier = f"; {how_many(self.n_before, 'recording')} decided by {show_path(self.by)} earlier"
+        return f"{self.position:,} of {len(self.queue.items):,}; {how_many(n_changed, 'label')} changed{earlier * (self.n_before > 0)}"
 
     @property
     def disagreements(self) -> list[str]:

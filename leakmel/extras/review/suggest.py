@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from leakmel.core.comparison import match_texts, text_key
-from leakmel.core.errors import DataError, OutputError, UsageError, require_count, show_path
+from leakmel.core.errors import DataError, OutputError, UsageError, how_many, require_count, show_path
 from leakmel.core.files import write_whole
 from leakmel.detector.model.detector import Detector, required_spec
 from leakmel.detector.predict.predict import (
@@ -250,13 +250,13 @@ class Suggestions:
             "  ordered by score: no held-out scores calibrate it, or on new groups its probability says less than the share of leaks": not self.is_calibrated,
             "  the model does not list its training recordings: some of these may be among them": not self.provenance_known,
         }
-        lines = [f"{len(self)} of {self.n_scored:,} recordings to label: {kinds}"]
+        lines = [f"{len(self)} of {how_many(self.n_scored, 'recording')} to label: {kinds}"]
         lines += [note for note, holds in notes.items() if holds]
         lines += [f"  {x.kind:<9}  {x.path:<{width}}  {x.reason}" for x in self.table.itertuples()]
         return "\n".join([*lines, *[f"suggestions in {show_path(self.out or '')}"] * bool(self.out)])
 
     def __repr__(self) -> str:
-        return f"Suggestions({len(self)} of {self.n_scored:,} recordings of {show_path(self.folder)}; {self.mix})"
+        return f"Suggestions({len(self)} of {how_many(self.n_scored, 'recording')} of {show_path(self.folder)}; {self.mix})"
 
 # %% ../../../nbs/extras/review/suggest.ipynb #su000009
 _LABELLED = ("labelled", "in the training of the model", "suggested earlier")
@@ -286,7 +286,7 @@ def _predicted(folder: str | os.PathLike, detector: Detector, **how: Any) -> Pre
             "all recordings were rejected",
             code="all-rejected",
             path=done.folder,
-            found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",
+            found=f"{how_many(done.found, 'file')}; first {show_path(first.path)}: {first.message}",
         )
     return done
 
@@ -322,7 +322,9 @@ def _row(s: ScoredRecording, kind: str, n_alike: int, uncertain: str) -> dict[st
         "kind": kind,
         "reason": {"uncertain": uncertain, "random": "drawn at random for the test set"}.get(
             kind,
-            f"represents {n_alike:,} similar recordings" if n_alike > 1 else "unlike the other recordings",
+            f"represents {how_many(n_alike, 'similar recording')}"
+            if n_alike > 1
+            else "unlike the other recordings",
         ),
         "digest": s.facts["digest"].decode(),
         "path_base64": "" if shown.encode() == s.path else base64.b64encode(s.path).decode(),
