@@ -26,13 +26,15 @@ RINGS = {
 # line and `strict=` of zip took 500 lines, and 7 statements of the command line. Once more for what users asked for and no cut paid: answers of five
 # lines, the newest run, reports for colleagues, names of loggers, and a detector that is fitted on all recordings took 56 statements and 569 lines.
 # And once more, by 84 statements and 156 lines: for whom probabilities hold, the curve by visits, tables and patterns together, labels that lie elsewhere.
+# Then ring 3 by 261 for nights and visits, which were promised 800 more, and the others by 337: audio that clips and recordings share, sensors that
+# are guessed from names, next commands that hold, times of a training, advice on batches, thresholds that can be moved, plurals, wrong options.
 BUDGETS = {
-    "statements": 26_875,  # only goes down
-    "statements, rings 0 and 1": 14_344,  # only goes down
-    "statements, ring 2": 6_528,  # only goes down
-    "statements, ring 3": 5_773,  # only goes down
-    "statements, command line": 230,  # only goes down
-    "lines": 49_492,  # only goes down
+    "statements": 27_473,  # only goes down
+    "statements, rings 0 and 1": 14_459,  # only goes down
+    "statements, ring 2": 6_734,  # only goes down
+    "statements, ring 3": 6_034,  # only goes down
+    "statements, command line": 246,  # only goes down
+    "lines": 50_656,  # only goes down
     "modules": 95,  # only goes down
     "modules under 40 statements": 2,  # only goes down
     "packed assignments": 357,  # only goes down
