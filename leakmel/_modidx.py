@@ -1913,6 +1913,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                          'leakmel/detector/model/detector.py'),
                                                  'leakmel.detector.model.detector.Detector.with_held_out': ( 'detector/model/detector.html#detector.with_held_out',
                                                                                                              'leakmel/detector/model/detector.py'),
+                                                 'leakmel.detector.model.detector._marks': ( 'detector/model/detector.html#_marks',
+                                                                                             'leakmel/detector/model/detector.py'),
                                                  'leakmel.detector.model.detector._score_parts': ( 'detector/model/detector.html#_score_parts',
                                                                                                    'leakmel/detector/model/detector.py'),
                                                  'leakmel.detector.model.detector._settings_from_plain': ( 'detector/model/detector.html#_settings_from_plain',

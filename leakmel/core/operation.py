@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
 
-from leakmel.core.errors import UsageError, how_many
+from leakmel.core.errors import UsageError, how_many, show_path
 from leakmel.core.files import replacing
 from leakmel.core.parameters import (
     Kinds,
@@ -163,7 +163,7 @@ class Operation:
     def typed(self, *more: str, leave_out: Collection[str] = ()) -> str:
         "Return the command of this operation to paste, without some fields and with more words."
         words = self.command.words or self.command.name
-        return shlex.join(["leakmel", *words.split(), *changed_options(self, leave_out), *more])
+        return show_path(shlex.join(["leakmel", *words.split(), *changed_options(self, leave_out), *more]))
 
     def plan(self, run: Run) -> Any:
         "Find what the work needs; raises LeakmelError for invalid parameters."

@@ -21,7 +21,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from leakmel.core.errors import UsageError
+from leakmel.core.errors import UsageError, show_path
 
 # %% ../../nbs/core/parameters.ipynb #601d0b5c
 # area | names in the earlier system | settings of leakmel; none: not needed | note
@@ -103,7 +103,7 @@ _EARLIER = {name.casefold(): setting for setting in EARLIER_SETTINGS for name in
 
 def answer_unknown(name: str, known: Iterable[str]) -> str:
     "Explain an unknown setting in one sentence, with a suggestion from the known names."
-    known = list(known)
+    known, name = list(known), show_path(name)
     if name.casefold() in known:
         return f"{name} is written {name.casefold()}"
     earlier = _EARLIER.get(name.casefold())

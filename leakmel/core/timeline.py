@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.core.errors import DataError, require_choice
+from leakmel.core.errors import DataError, how_many, require_choice
 from leakmel.core.progress import per_second, size_text
 
 # %% ../../nbs/core/timeline.ipynb #c83894d6
@@ -590,7 +590,7 @@ def _other_batch(
     n_files = int(sizes.sum())
     full = int(sizes.max())
     if len(spans) < n_lanes and full > 1:
-        why = f"{len(spans)} batches kept {len(spans)} of {n_lanes} threads busy"
+        why = f"{how_many(len(spans), 'batch')} kept {len(spans)} of {n_lanes} threads busy"
         return max(1, n_files // (2 * n_lanes)), why
     most = min(4 * full * math.ceil(SHORT_BATCH_S / batch_s), n_files // (2 * n_lanes))
     seconds = np.array([s.seconds for s in spans])

@@ -358,7 +358,9 @@ def evaluation_answer(
     more = f" (and {len(others) - 1} more: --full)" * (brief and len(others) > 1)
     lines.append(f"at a new {by if e.has_groups else 'sensor'}: {new}")
     reached = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}; cross-validation promised"
-    lines += [f"{reached} {value:.2f}" for value in [e.details.get("promised")] if value is not None]
+    promised = e.details.get("promised")
+    if promised is not None and "nan" not in reached:
+        lines.append(f"{reached} {promised:.2f}")
     return [*lines, *(f"caution: {caution}{more}" for caution in cautions)]
 
 # %% ../../../nbs/detector/evaluate/evaluation.ipynb #c81529ce

@@ -369,6 +369,8 @@ class Overlap:
     n_sharing: int = 0  # of these share audio with training recordings, as far as `Provenance.segments` shows
     # of the others have a name that continues that of a training recording, or is continued by one
     n_named: int = 0
+    # whether the detector has the marks that show it; False for files of earlier versions
+    is_audio_known: bool = True
 
     @property
     def text(self) -> str:
@@ -387,6 +389,11 @@ class Overlap:
     @property
     def question(self) -> str:
         "What a person has to answer; empty if no name suggests that audio is shared."
+        if not self.is_audio_known:
+            return (
+                "Whether test recordings share audio with training recordings was not checked: "
+                "the detector was trained with an earlier version; train it again."
+            )
         return (
             f"{self.n_named:,} of {self.n:,} test recordings have names that continue names of training recordings, "
             "or that these continue: were they cut from the same recordings? Then the scores are too optimistic."
@@ -405,5 +412,10 @@ def find_overlap(provenance: Provenance, testing: Segments) -> Overlap | None:
     is_named = np.isin(np.arange(len(table)), places[np.isin(marks, provenance.file_names)])
     n_new = int((~known & (table["content"] != "")).sum())
     return Overlap(
-        len(table), int(known.sum()), n_new, int(is_shared.sum()), int((is_named & ~known & ~is_shared).sum())
+        len(table),
+        int(known.sum()),
+        n_new,
+        int(is_shared.sum()),
+        int((is_named & ~known & ~is_shared).sum()),
+        len(provenance.file_names) > 0 or not len(provenance.recordings),
     )

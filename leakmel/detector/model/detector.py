@@ -380,6 +380,13 @@ def steps_of(
     )
 
 # %% ../../../nbs/detector/model/detector.ipynb #721add7d
+def _marks(stored: Tensor) -> np.ndarray:
+    "Return the marks of a provenance; raises ValueError if they are none."
+    if stored.dtype != torch.int64 or stored.ndim != 1:
+        raise ValueError(f"marks of a provenance are a list of 64-bit numbers, not {stored.dtype}")
+    return stored.numpy()
+
+
 def load_detector(
     path: str | os.PathLike, device: str | torch.device = "cpu"
 ) -> Detector:  # raises DataError if the file is not a detector, is damaged or would run code
@@ -403,7 +410,7 @@ def load_detector(
                 spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
                 provenance=card.Provenance(
                     **{
-                        n: np.setdiff1d(seen[n].numpy(), [0])
+                        n: np.setdiff1d(_marks(seen[n]), [0])
                         for n in card.MARKS
                         if n in {*seen, "recordings"}
                     },

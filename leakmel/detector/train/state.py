@@ -414,9 +414,10 @@ def epoch_times(epochs: Sequence[EpochFigures]) -> pd.DataFrame:
     t = history_table(epochs)
     n = (t["n_batches"] - (t["warm_up_s"] > 0)) / 1000  # the first one of a run is the warm-up
     optimiser_s = (n * t["optimiser_ms"]).fillna(0.0)
-    found = [n * t["loader_mean_ms"], n * t["h2d_ms"], n * t["compute_ms"] - optimiser_s, optimiser_s]
+    passes_s = (n * t["compute_ms"] - optimiser_s).clip(lower=0.0)
+    found = [n * t["loader_mean_ms"], n * t["h2d_ms"], passes_s, optimiser_s]
     parts = pd.concat([*found, t["evaluate_s"], t["warm_up_s"]], axis=1).fillna(0.0)
-    parts[len(_PARTS)] = (t["seconds"] - parts.sum(axis=1)).clip(lower=0.0)
+    parts[len(_PARTS)] = (t["seconds"] - parts.sum(axis=1)).clip(lower=0.0).fillna(0.0)
     return parts.set_axis(list(_PARTS), axis=1)
 
 
@@ -449,7 +450,7 @@ def time_figures(epochs: Sequence[EpochFigures]) -> dict[str, Any]:
         if own.any()
     ]
     note = "Means of the timed batches, times their number; the rest is what no part explains"
-    title = bottleneck_text(epochs).capitalize()
+    title = bottleneck_text(epochs).capitalize() or "No time was measured"
     axes = {"xaxis": {"title": {"text": "epoch"}}, "yaxis": {"title": {"text": "seconds"}}}
     return {
         "times": styled_figure(bars, title, note, height=340, barmode="stack", **axes),
@@ -484,7 +485,9 @@ def _machine_figure(t: pd.DataFrame) -> Any:  # the epochs
     fig.update_xaxes(dtick=max(1, len(t) // 10)).update_xaxes(
         title={"text": "epoch"}, row=len(known) or 1, col=1
     )
-    title = ", ".join(f"{name} {values.mean():.3g}" for name, values in known.items())
+    title = (
+        ", ".join(f"{name} {values.mean():.3g}" for name, values in known.items()) or "nothing was measured"
+    )
     lacking = "" if "GPU use (%)" in known else "; GPU use: not measured"
     note = (
         f"Rates are bytes of batches, by their shape, over the time of the copy or of the training{lacking}"
