@@ -328,7 +328,16 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     "Parse the command line; the parser of the command reports unknown options, because it can suggest a similar one."
     words = with_name(words, GROUPS)
     parser = _parser(next(iter(words), "-"))
-    args, unknown = parser.parse_known_args(words)
+    try:
+        args, unknown = parser.parse_known_args(words)
+    except UsageError:  # what is missing may be there, misspelt
+        commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+        own = commands.get(next(iter(words), ""))
+        known = own._option_string_actions if own else parser._option_string_actions
+        typed = [word.partition("=")[0] for word in words if word.startswith("--")]
+        if own and (wrong := [word for word in typed if word not in known]):
+            own.error(f"unrecognized arguments: {' '.join(wrong)}")
+        raise
     if unknown:
         next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[
             args.command

@@ -457,6 +457,7 @@ def _least_s(lanes: dict[str, list[LanePiece]], ends: list[float]) -> np.ndarray
 MIN_ANALYSED_S = 0.1  # the shares of a shorter run are not reproducible
 # a BOTTLENECK finding needs this share of the wall time; below it the speed-up is at most 1.33
 BOTTLENECK_SHARE = 0.25
+USUAL_CHECK = 64  # rows that a build computes again
 SHORT_BATCH_S = 0.005  # in all stages; of shorter batches the start of each counts
 LOW_QUEUE_DEPTH = 1.0  # mean number of batches in the engine's input queue; with fewer, the engine waits
 # share of the time from the first to the last batch; less idle time is not reported
@@ -646,7 +647,7 @@ def _suggestions(e: Evidence, found: Analysis) -> Iterator[Suggestion]:
         if limit == "compute" and e.is_device and 4 * together <= slots:
             yield Suggestion("batch_accumulation", together, 4 * together, why, 0.75 * gain_s)
     rules = (  # setting, new value, stages that it shortens, whether it can help, evidence
-        ("check", 8, ("verify",), checked > 8, later),
+        ("check", USUAL_CHECK, ("verify",), checked > USUAL_CHECK, later),
         ("compute_workers", e.n_cores, computing, has_too_many, on_cores),
         ("compute_workers", e.n_cores, computing, can_compute, on_cores),
         ("read_workers", more_readers, _READER_STAGES, can_read, on_cores),

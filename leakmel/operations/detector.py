@@ -159,13 +159,18 @@ def find_test_sets(
     validation: Sequence[str | os.PathLike] = (),
 ) -> dict[str, list[Path]]:  # of PARTS; those that are not given are searched in the folders
     "Find the test sets of an evaluation, and the training and validation sets; raises DataError."
+    from leakmel.dataset.schema import data_set_name
+
     folders = [_in_folder(user_path(p)) for p in data]
+    whole = [(user_path(p) / data_set_name("")).is_file() for p in data]  # of a folder without splits
     given = {"training": training, "validation": validation, "testing": data}
     found = {part: [find_data_set(p, part) for p in given[part]] for part in ("training", "validation")}
     way = "evaluate by cross-validation (leakmel train {} --cross-validate --out {}), or name the file of a test set"
     found["testing"] = [
-        find_data_set(p, "testing", *[way.format(quote(show_path(p)), free_name("folds"))] * bool(own))
-        for p, own in zip(data, folders, strict=True)
+        find_data_set(
+            p, "testing", *[way.format(quote(show_path(p)), free_name("folds"))] * (bool(own) or is_whole)
+        )
+        for p, own, is_whole in zip(data, folders, whole, strict=True)
     ]
     for part in ("training", "validation"):
         found[part] = found[part] or [files[part] for files in folders if part in files]

@@ -124,6 +124,7 @@ ON_DEVICE = {"engine": "torch", "pipeline": {"device": "fake", "files_per_batch"
     ],
 )
 def test_a_suggestion_helps(folder, tmp_path, monkeypatch, setting, owner, name, cost_s, given):
+    monkeypatch.setattr(timeline, "USUAL_CHECK", 8)  # of data sets with more rows, 64
     machine = Machine(monkeypatch)
     machine.slow(owner, name, cost_s)
     before_s, first, suggested = machine.build(folder, tmp_path / "x.h5", **given)

@@ -253,6 +253,25 @@ def test_usage_errors(args, say):
     assert err.count("\n") == 1, "one line that says what is wrong"
 
 
+@each(
+    ("words", "answer"),
+    [
+        ("predict x --modl y", "unknown option --modl: modl is unknown; did you mean model?"),
+        ("train x --mode memmap --out y", "unknown option --mode: it is an option of leakmel build"),
+        ("train x --out y --nights 3", "unknown option --nights. See"),
+        ("build x --out y --check many", "--check must be a number (0 or more, or all), got 'many'"),
+        ("predict x --model y --threshold 50%", "--threshold must be a number, got '50%'"),
+        ("build x --out", "--out needs a value"),
+        ("train x", "--out is missing: folder of the model"),
+        ("verify", "file is missing: data set"),
+        ("build x --out y --num-workers 4", "num_workers has no counterpart in leakmel (there are no worker"),
+    ],
+)
+def test_what_is_wrong_with_an_option_is_a_sentence(say, words, answer):
+    status, _, err = say(*words.split())
+    assert (status, answer in err) == (2, True), err
+
+
 def test_without_a_command_the_first_day_is_shown_and_a_misspelt_command_is_named(say):
     status, out, err = say()
     assert (status, err) == (2, "")
@@ -412,7 +431,7 @@ def test_help_fits_on_two_screens_and_help_all_has_every_option(command, say, mo
         meaning = (
             "For a detector, "
             if "--model" in action.option_strings
-            else f"{action.option_strings[0]}: {action.help}"
+            else f"{action.option_strings[0]} is missing: {str(action.help).split(';')[0]}"
         )
         assert meaning in err
     example = shlex.split(cli.OPERATIONS[command].command.example)
@@ -731,6 +750,7 @@ WRONG_WORDS = [
     ("cache",),
     ("scan", "x", "--contents"),
     ("nothing",),
+    ("predict", "x", "--modl", "y"),
 ]
 
 

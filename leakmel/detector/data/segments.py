@@ -126,6 +126,13 @@ def make_task(
     remedy = (
         f"name the label of leaks: leak_label='{(likely_leaks(names) or names[-1:])[0]}'" if names else ""
     )
+    if len(names) == 1:
+        raise UsageError(
+            "all recordings have one label, and a detector needs recordings with and without a leak",
+            code="invalid-task",
+            found=f"only {show_path(names[0])}",
+            remedy="put them into one folder for each label, or name their labels in a table",
+        )
     leak = find_label(leak_label, names, remedy)
     out = {find_label(name, class_names) for name in leave_out}
     if leak in out:

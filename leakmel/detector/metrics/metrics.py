@@ -446,7 +446,7 @@ class Brier:
         return self.score < self.base
 
     def __str__(self) -> str:
-        return f"{self.score:.2f} by {self.by} (share of leaks {self.base:.2f})"
+        return f"{self.score:.2f} by {self.by} ({self.base:.2f} for the same probability everywhere)"
 
 
 def brier_score(scores: HeldOutScores) -> Brier | None:  # None: too few groups for a calibration of others

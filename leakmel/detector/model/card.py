@@ -219,7 +219,7 @@ def next_steps(
         *(
             (
                 n < ENOUGH_GROUPS,
-                f"Record and label at {ENOUGH_GROUPS - n} more {plural(noun)} {which}: there are such recordings from "
+                f"Record and label at {ENOUGH_GROUPS - n} more {plural(noun)} {which}: this evaluation has such recordings from "
                 f"{how_many(n, noun)} only. More recordings of the same {plural(noun)} help less.",
             )
             for n, which in sorted(pairs)
