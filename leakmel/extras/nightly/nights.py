@@ -388,8 +388,9 @@ def add_visit(file: Path, visit: Visit) -> int:  # visits in the table
         end = "\r\n" if "\r\n" in text else "\n"
         row = io.StringIO()
         row.write("" if text.endswith(("\n", "\r")) else end)
-        writer = csv.writer(row, delimiter=table.delimiter, lineterminator=end)
-        writer.writerow([getattr(visit, name, "") for name in table.columns])
+        csv.writer(row, delimiter=table.delimiter, lineterminator=end).writerow(
+            [getattr(visit, name, "") for name in table.columns]
+        )
         encoding = _BY_MARK.get(old[:2], encoding_of(old).removesuffix("-sig"))
         new = old + row.getvalue().encode(encoding, "replace")
         rows = list(_visits_of(file, decode_text(new, file, quiet=True)))
@@ -523,7 +524,6 @@ def record_run(
         )
         for night, own in groupby(rows, itemgetter(0)):
             by_date.setdefault(night, {})[k] = _together(list(own))
-    sql = f"INSERT OR REPLACE INTO nights VALUES ({', '.join('?' * 15)})"
     for night, of_night in sorted(by_date.items()):
         x = np.full(len(sensors), np.nan)
         for k, (_, _, score, *_) in of_night.items():
@@ -536,7 +536,7 @@ def record_run(
                 first_above[k] = night
             state = map(float, (evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k]))
             written.append((sensors[k], night, *night_row, *state, first_above[k]))
-        history.write(sql, written)
+        history.write(f"INSERT OR REPLACE INTO nights VALUES ({', '.join('?' * 15)})", written)
     return new
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #30ed1e7f
@@ -677,8 +677,13 @@ def _high_from_start(
 
 def _best_recordings(history: History, since: str, column: str) -> dict[str, tuple]:
     "Return path, digest and level of the recording with the highest value of a column, for each sensor."
-    sql = f"SELECT sensor, path, digest, rms_db, max({column}) FROM recordings INDEXED BY by_date WHERE night >= ? AND flags = '' GROUP BY sensor"
-    return {row[0]: row[1:] for row in history.query(sql, (since,))}
+    return {
+        row[0]: row[1:]
+        for row in history.query(
+            f"SELECT sensor, path, digest, rms_db, max({column}) FROM recordings INDEXED BY by_date WHERE night >= ? AND flags = '' GROUP BY sensor",
+            (since,),
+        )
+    }
 
 
 def sensor_table(
@@ -695,17 +700,20 @@ def sensor_table(
     since = (day - timedelta(days=28 + RECENT_NIGHTS - 1)).isoformat()
     week = (day - timedelta(days=6)).isoformat()
     columns = "night, rms_db, floor_db, flags, n, score, first_above, (r0 + r1 + r2) / 3"
-    sql = (
-        f"SELECT sensor, {columns} FROM nights INDEXED BY night_dates WHERE night >= ? ORDER BY sensor, night"
+    recent = history.query(
+        f"SELECT sensor, {columns} FROM nights INDEXED BY night_dates WHERE night >= ? ORDER BY sensor, night",
+        (since,),
     )
-    by_sensor = {
-        s: [row[1:] for row in rows] for s, rows in groupby(history.query(sql, (since,)), itemgetter(0))
+    by_sensor = {s: [row[1:] for row in rows] for s, rows in groupby(recent, itemgetter(0))}
+    by_sensor |= {
+        s: history.query(f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1", (s,))
+        for s in all_sensors(history)
+        if s not in by_sensor
     }
-    newest = f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1"
-    by_sensor |= {s: history.query(newest, (s,)) for s in all_sensors(history) if s not in by_sensor}
     p_values = _high_from_start(history, by_sensor, np.asarray(normal), budget)
-    visits = dict.fromkeys(p_values, "high from the start")
-    visits |= {s: "evidence" for s, own in by_sensor.items() if own[-1][6] is not None}
+    visits = dict.fromkeys(p_values, "high from the start") | {
+        s: "evidence" for s, own in by_sensor.items() if own[-1][6] is not None
+    }
     free = [s for s, own in by_sensor.items() if s not in visits and own[-1][0] >= week]
     # at random, but the choice of a night is always the same
     free.sort(key=lambda s: blake2b(f"{last} {s}".encode("utf-8", "surrogateescape")).digest())

@@ -129,8 +129,11 @@ def _sensor_name(name: str) -> str:
 
 def stored_files(history: History, paths: Iterable[bytes]) -> dict[bytes, tuple]:
     "Return size, mtime, digest and problem of the paths that are known; a history knows many more than a folder holds."
-    sql = "SELECT size, mtime_ns, digest, problem FROM files WHERE path = ?"
-    return {path: row for path in paths for row in history.query(sql, (path,))}
+    return {
+        path: row
+        for path in paths
+        for row in history.query("SELECT size, mtime_ns, digest, problem FROM files WHERE path = ?", (path,))
+    }
 
 
 _PASTED = {"{**}/{sensor}/{*}": b"/", "{sensor}_{*}": b"_", "{sensor}": b""}  # patterns without a time
@@ -903,8 +906,10 @@ def _notes(files: _Files, pattern: str) -> list[str]:  # the pattern that was gu
         for path, name in [*read.items()][:1]
     ]
     twins = twin_problems((files.found[path][2].sensor for path in files.to_read), "sensors")
-    n = f"{len(files.missing):,} of {len(files.found):,} recordings are not in the table, first "
-    lacking = [n + show_path(path) for path in files.missing[:1]]
+    lacking = [
+        f"{len(files.missing):,} of {len(files.found):,} recordings are not in the table, first {show_path(path)}"
+        for path in files.missing[:1]
+    ]
     return [*first, *lacking, *(f"{p.path}: {p.message}" for p in twins)]
 
 
@@ -920,14 +925,16 @@ def _sort_visits(
     }
     used = [replace(v, sensor=known[v.sensor]) for v in visits if v.sensor in known and v.night <= latest]
     others = sorted((v.sensor, v.night) for v in visits if v.sensor not in known or v.night > latest)
-    names = ", ".join(map(show_path, sorted(known.values())[:3]))
     ignored = (
         f"{len(others):,} visits are ignored, because the night lies in the future or the sensor is unknown: {_named(others)}; "
-        f"sensors are named like {names} (format their column as text: a spreadsheet turns 000123 into 123)"
+        f"sensors are named like {', '.join(map(show_path, sorted(known.values())[:3]))} (format their column as text: a spreadsheet turns 000123 into 123)"
     )
     restarts = nights.last_visits(used)
-    stored = history.query("SELECT sensor, night FROM visits ORDER BY sensor")
-    gone = [row for row in stored if restarts.get(row[0], "") < row[1]]
+    gone = [
+        (sensor, night)
+        for sensor, night in history.query("SELECT sensor, night FROM visits ORDER BY sensor")
+        if restarts.get(sensor, "") < night
+    ]
     undone = (
         f"{how_many(len(gone), 'restart')} undone, because the tables have the visit no more, or with no_access: {_named(gone)}; the evidence is computed "
         "again from all nights since the visit before"
@@ -974,8 +981,10 @@ def _last_list(state: Path) -> tuple[dict[str, str], str]:
         )
     try:
         body = json.loads(listed.read_bytes())
-        reasons = {str(row["sensor"]): str(row["visit"]) for row in body["sensors"]}
-        return reasons, date.fromisoformat(body["last_night"] or _FIRST_DAY).isoformat()
+        return (
+            {str(row["sensor"]): str(row["visit"]) for row in body["sensors"]},
+            date.fromisoformat(body["last_night"] or _FIRST_DAY).isoformat(),
+        )
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as e:
         raise DataError(
             "the list of the last run cannot be read",
@@ -1020,11 +1029,17 @@ def record_visit(
         )
     require_choice("outcome", outcome, nights.OUTCOMES)
     name = known[text_key(sensor)]
-    when = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
     own = Path(state) / VISITS_CSV
     file = own if table is None else Path(table)
     tables = [path for path in (own, file) if path.exists()]
     told = {(v.sensor, v.night): v.reason for v in nights.read_all_visits(*tables)}
-    reason = told.get((text_key(name), day)) or reasons[name] or nights.NOT_LISTED
-    visit = nights.Visit(name, day, outcome, by, when, reason, note)
+    visit = nights.Visit(
+        name,
+        day,
+        outcome,
+        by=by,
+        when=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        reason=told.get((text_key(name), day)) or reasons[name] or nights.NOT_LISTED,
+        note=note,
+    )
     return visit, file, nights.add_visit(file, visit)
