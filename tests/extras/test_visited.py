@@ -81,6 +81,7 @@ def test_a_visit_restarts_the_sensor_and_is_counted(state, table, capsys):
     assert done.summary["visit_results"] == done.results
     page = (state / VISITS_HTML).read_text()
     assert done.visit_results.split(";")[0] in page
+    assert "similar nights in a row raise the rate" in page
     assert f"  visits read from {table}\n" in done.text()
     crew = state.parent / "crew.csv"  # corrects P0, and has a night of P1
     crew.write_text("sensor,night,outcome\nP0,2025-01-03,no_access\nP1,2025-01-02,leak\n")
@@ -130,6 +131,8 @@ def test_visits_label_recordings_that_a_build_takes(state, table):
     done = again(state)
     assert "P0~" not in labels.read_text()
     assert {r.nights for r in done.sensors} == {5}, "as if they had never started again"
+    fresh = nightly(state.parent / "r", state.parent / "model.pt", state.parent / "fresh", **QUIET)
+    assert done.sensors == fresh.sensors
     (text,) = done.warnings
     assert text.startswith("3 restarts undone")
     assert "P0 (2025-01-04), P1 (2025-01-03), P2 (2025-01-05)" in text
