@@ -774,12 +774,12 @@ class Nightly(Operation):
     columns: str = option("", metavar="NAME=COLUMN,...")
     # pattern of the paths without extension, for example '{sensor}/{start_time}'
     pattern: str | None = option(None, metavar="TEXT")
-    # false visits per 100 sensor-nights that are accepted, above 0 and at most 10
+    # false visits per 100 sensor-nights, above 0 and at most 10; holds for independent nights of a sensor with normally distributed scores
     budget: float = option(0.2, metavar="N")
     # random visits per night
     audits: int = 2
     # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit), optionally outcome, as leakmel visited writes it: the
-    # evidence of these sensors starts again (default: visits.csv in the state folder, where it exists)
+    # evidence of these sensors starts again; read after visits.csv of the state folder, which it corrects
     visited: str | None = option(None, metavar="FILE")
     # data set that drift is measured against, for example the training set; it is stored in the state folder (default: the first 28 nights)
     reference: str | None = option(None, metavar="FILE")
@@ -849,7 +849,8 @@ class Visited(Operation):
         )
         body = {"table": show_path(file), "visits": n, **vars(visit)}
         said = f"{show_path(visit.sensor)}: {visit.outcome}, visited after the night {visit.night} ({visit.reason})"
-        lines = [said, f"visits in {show_path(file)}: {n:,}; the next nightly run reads them"]
+        then = "the next nightly run reads them" + (" with --visited" if self.table else "")
+        lines = [said, f"visits in {show_path(file)}: {n:,}; {then}"]
         return Outcome(visit, body, run.answer(lines))
 
 # %% ../../nbs/operations/extras.ipynb #7f3efe20

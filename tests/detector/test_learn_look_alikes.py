@@ -29,7 +29,7 @@ from leakmel.detector.data.splits import (
 from leakmel.detector.metrics.significance import recording_groups
 from leakmel.extras.nightly import run
 from leakmel.extras.nightly.history import HISTORY_FILE
-from leakmel.extras.nightly.nights import read_visits
+from leakmel.extras.nightly.nights import last_visits, read_all_visits
 from leakmel.extras.nightly.run import nightly
 from leakmel.recordings.labels import read_labels
 
@@ -205,7 +205,7 @@ def test_a_history_of_an_earlier_version_goes_on(tmp_path, model, monkeypatch):
 
 def test_the_last_of_two_visits_counts(tmp_path):
     (tmp_path / "v.csv").write_text(f"sensor,night\nSüd,2025-01-02\n{NFD},2025-01-05\n", encoding="utf-8")
-    assert read_visits(tmp_path / "v.csv") == {"Süd": "2025-01-05"}
+    assert last_visits(read_all_visits(tmp_path / "v.csv")) == {"Süd": "2025-01-05"}
 
 
 def test_hidden_recordings_are_not_on_the_list(tmp_path, model, capsys, caplog):

@@ -21,8 +21,9 @@ from leakmel.extras.nightly.nights import (
     first_listing,
     first_nights,
     highest_from_start,
+    last_visits,
     nights_to_list,
-    read_visits,
+    read_all_visits,
     record_run,
     sensor_table,
 )
@@ -99,10 +100,10 @@ def test_a_visit_restarts_the_sensor(tmp_path):
 def test_visits_need_dates(tmp_path):
     table = tmp_path / "visits.csv"
     table.write_text("sensor,night\nP1,2026-11-02\nP1,2026-11-01\n")
-    assert read_visits(table) == {"P1": "2026-11-02"}
+    assert last_visits(read_all_visits(table)) == {"P1": "2026-11-02"}
     table.write_text("sensor,night\nP1,yesterday\n")
     with pytest.raises(DataError) as e:
-        read_visits(table)
+        read_all_visits(table)
     assert e.value.code == "invalid-visits"
 
 
@@ -288,7 +289,7 @@ from leakmel.extras.nightly.history import History
 from leakmel.extras.nightly.nights import Budget, record_run
 with History(sys.argv[1]) as history:
     history.begin()
-    record_run(history, scored_nights(12), Budget(), {"P1": "2026-11-03"})
+    record_run(history, scored_nights(12), Budget(), {"P1": "2026-11-03", "P2": "2026-11-02"})
     history.commit()
     os.kill(os.getpid(), signal.SIGKILL)
 """

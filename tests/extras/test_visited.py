@@ -2,6 +2,7 @@
 
 import csv
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,24 @@ from test_nightly_history import run, scored_nights
 
 import leakmel as lm
 from leakmel.cli import main
+from leakmel.core.errors import UsageError
 from leakmel.extras.nightly.history import History
 from leakmel.extras.nightly.nights import (
     Visit,
     add_visit,
+    last_visits,
     read_all_visits,
-    read_visits,
     recordings_of_visit,
     visit_results,
 )
-from leakmel.extras.nightly.run import VISIT_LABELS_CSV, VISITS_CSV, VISITS_HTML, nightly, record_visit
+from leakmel.extras.nightly.run import (
+    SENSORS_JSON,
+    VISIT_LABELS_CSV,
+    VISITS_CSV,
+    VISITS_HTML,
+    nightly,
+    record_visit,
+)
 from leakmel.recordings.labels import read_decisions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,6 +81,21 @@ def test_a_visit_restarts_the_sensor_and_is_counted(state, table, capsys):
     assert done.summary["visit_results"] == done.results
     page = (state / VISITS_HTML).read_text()
     assert done.visit_results.split(";")[0] in page
+    assert "similar nights in a row raise the rate" in page
+    assert f"  visits read from {table}\n" in done.text()
+    crew = state.parent / "crew.csv"  # corrects P0, and has a night of P1
+    crew.write_text("sensor,night,outcome\nP0,2025-01-03,no_access\nP1,2025-01-02,leak\n")
+    both = nightly(state.parent / "r", state.parent / "model.pt", state, visited=crew, **QUIET)
+    assert {r.sensor: r.nights for r in both.sensors} == {"P0": 5, "P1": 3, "P2": 1}
+    assert f"visits read from {table}, corrected by {crew}" in both.text()
+    assert both.summary["visit_tables"] == [str(table), str(crew)]
+    assert main(["visited", "P1", "2025-01-02", "no_leak", *words[4:], "--table", str(crew)]) == 0
+    assert "run reads them with --visited" in " ".join(capsys.readouterr().out.split())
+    table.write_text("sensor,night\n")
+    done = nightly(state.parent / "r", state.parent / "model.pt", state, visited=table, **QUIET)
+    assert {r.nights for r in done.sensors} == {5}, "the tables are the truth"
+    assert done.summary["visit_tables"] == [str(table)]
+    assert "2 restarts undone" in done.text()
     assert "<code>leakmel visited P" in page
 
 
@@ -97,9 +121,26 @@ def test_visits_label_recordings_that_a_build_takes(state, table):
     with lm.open_dataset(built.path) as ds:
         counts = ds.files["label"].value_counts()
     assert (counts["LEAK"], counts["NOLEAK"]) == (3, 3)  # others have the names of their folders
-    record_visit(state, "P0", "2025-01-04", "no_access")  # corrects the first row
-    again(state)
+    before = read_all_visits(table)
+    assert {v.reason for v in before} == {"audit", "not listed"}
+    body = json.loads((state / SENSORS_JSON).read_text())
+    for row in body["sensors"]:  # the list has changed since
+        row["visit"] = "" if row["visit"] else "evidence"
+    (state / SENSORS_JSON).write_text(json.dumps(body))
+    for v in before:
+        corrected, *_ = record_visit(state, v.sensor, v.night, "no_access")
+        assert corrected.reason == v.reason
+    with table.open(encoding="utf-8", newline="") as f:
+        assert [r["reason"] for r in csv.DictReader(f)] == [v.reason for v in before] * 2
+    done = again(state)
     assert "P0~" not in labels.read_text()
+    assert {r.nights for r in done.sensors} == {5}, "as if they had never started again"
+    fresh = nightly(state.parent / "r", state.parent / "model.pt", state.parent / "fresh", **QUIET)
+    assert done.sensors == fresh.sensors
+    (text,) = done.warnings
+    assert text.startswith("3 restarts undone")
+    assert "P0 (2025-01-04), P1 (2025-01-03), P2 (2025-01-05)" in text
+    assert not again(state).warnings
     labels.write_text("my own\n")
     refused("other-file-in-the-way", lambda: again(state))
     labels.unlink()
@@ -110,7 +151,7 @@ def test_a_leak_labels_the_nights_since_the_scores_rose(tmp_path):
     with History(tmp_path) as history:
 
         def nights_of(sensor: str, night: str, outcome: str, after: str = "") -> list[str]:
-            found = recordings_of_visit(history, sensor, Visit(sensor, night, outcome), after)
+            found = recordings_of_visit(history, Visit(sensor, night, outcome), after)
             return [night[-2:] for _, _, night in found]
 
         assert nights_of("P2", "2026-11-18", "leak") == [str(k) for k in range(13, 19)]
@@ -133,6 +174,19 @@ def test_wrong_visits_and_folders_are_refused(state, tmp_path, sensor, night, ou
     refused(code, lambda: record_visit(state, sensor, night, outcome))
     assert not (state / VISITS_CSV).exists()
     refused("no-such-file", lambda: record_visit(tmp_path, sensor, night, outcome))
+    whole = (state / SENSORS_JSON).read_text()
+    for text in (
+        "[]",
+        "{}",
+        "",
+        whole[:200],
+        "[" * 100_000,
+        whole.replace('"sensor"', '"x"'),
+        '{"sensors": [1]}',
+    ):
+        (tmp_path / SENSORS_JSON).write_text(text)
+        e = refused("damaged-record", lambda: record_visit(tmp_path, sensor, night, outcome))
+        assert "run leakmel nightly again" in str(e)
 
 
 def test_tables_of_people_keep_their_columns_and_delimiter(tmp_path):
@@ -143,9 +197,20 @@ def test_tables_of_people_keep_their_columns_and_delimiter(tmp_path):
     assert file.read_text(encoding="utf-8-sig").splitlines()[-1] == '"B;2";2025-01-03;leak;'
     assert [(v.sensor, v.outcome) for v in read_all_visits(file)] == [("A1", "no_leak"), ("B;2", "leak")]
     assert add_visit(file, Visit("B;2", "2025-01-03", "no_access")) == 2
-    assert read_visits(file) == {"A1": "2025-01-02"}
+    assert last_visits(read_all_visits(file)) == {"A1": "2025-01-02"}
     add_visit(file, Visit("B;2", "2025-01-03", "not_found"))
-    assert read_visits(file) == {"A1": "2025-01-02", "B;2": "2025-01-03"}
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "cp1252"):
+        for end, behind in (("\n", ""), ("\r\n", ""), ("\r\n", "\r\n"), ("\n", "\n\n")):
+            old = f"sensor\tnight\toutcome\tnote\nKöln\t2025-01-02\tleak\t\t{behind}".replace("\n", end)
+            old = old.replace("\r\r", "\r")
+            other = tmp_path / "other.csv"
+            other.write_bytes(old.encode(encoding))
+            assert add_visit(other, Visit("Köln", "2025-01-03", "leak", note="neben Öl")) == 2
+            row = f"Köln\t2025-01-03\tleak\tneben Öl{end}"
+            assert other.read_bytes() == f"{old}{'' if behind else end}{row}".encode(encoding)
+    refused("invalid-visits", lambda: add_visit(other, Visit("Łódź", "2025-01-03", "leak")))
+    assert other.read_bytes() == f"{old}{row}".encode("cp1252"), "these letters do not exist in Windows-1252"
+    assert last_visits(read_all_visits(file)) == {"A1": "2025-01-02", "B;2": "2025-01-03"}
 
 
 @each(
@@ -157,6 +222,18 @@ def test_a_table_that_cannot_be_read_stays_as_it_is(tmp_path, text):
     with pytest.raises(Exception, match=r"column|outcome"):
         add_visit(file, Visit("P1", "2025-01-03", "leak"))
     assert file.read_text() == text
+    file.write_text("sensor,night,outcome,by,note\nP0,2025-01-02,leak,ann,\n")
+    before = file.read_bytes()
+    for c in ("\r", "\n", "\0", "\x1b", "\x85", "\u2028", "\udcff"):
+        for words in ({"by": f"an{c}n"}, {"note": f"a{c}b"}):
+            visit = Visit("P1", "2025-01-03", "leak", **words)
+            e = refused("invalid-visits", partial(add_visit, file, visit))
+            assert isinstance(e, UsageError)
+            assert e.remedy
+            assert file.read_bytes() == before
+    note = 'a "quoted", note; 2 m'
+    assert add_visit(file, Visit("P1", "2025-01-03", "leak", note=note)) == 2
+    assert read_all_visits(file)[-1].note == note
 
 
 def test_a_full_disk_loses_no_visit(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError
-from leakmel.extras.nightly.nights import read_visits
+from leakmel.extras.nightly.nights import last_visits, read_all_visits
 from leakmel.extras.nightly.run import place_of
 from leakmel.extras.review.review import read_score_table
 from leakmel.recordings.labels import (
@@ -122,7 +122,9 @@ def test_visits(tmp_path_factory, data, d, rows):
         *([remark, sensor, dated(data, day)] for sensor, day, remark in rows),
     ]
     file = file_of(tmp_path_factory, as_saved(cells, d, ()))
-    assert read_visits(file) == {text_key(sensor): day.isoformat() for sensor, day, _ in rows}
+    assert last_visits(read_all_visits(file)) == {
+        text_key(sensor): day.isoformat() for sensor, day, _ in rows
+    }
 
 
 @pytest.mark.slow
@@ -227,7 +229,7 @@ def test_nights_that_are_not_clear_are_refused(tmp_path, night):
         says="line 4: the night of a visit is not a date",
         path=tmp_path / "v.csv",
     ) as e:
-        read_visits(tmp_path / "v.csv")
+        read_all_visits(tmp_path / "v.csv")
     assert "2025-11-09" in str(e.value.remedy)
 
 
@@ -235,7 +237,7 @@ def test_nights_that_are_not_clear_are_refused(tmp_path, night):
     ("read", "head"),
     [
         (read_table, "path,label,"),
-        (read_visits, "sensor,night,"),
+        (read_all_visits, "sensor,night,"),
         (read_score_table, "path,score,threshold,segment_scores,"),
         (read_decisions, ",".join(LABELS_COLUMNS) + ","),
     ],
@@ -307,7 +309,10 @@ def test_a_delimiter_that_is_named_and_an_encoding_that_is_found(tmp_path, caplo
     (tmp_path / "v.csv").write_bytes(
         "Sensor;Night\r\nA1;1.11.2026\r\nHauptstraße 1;2.11.2026\r\n".encode("cp1252")
     )
-    assert read_visits(tmp_path / "v.csv") == {"A1": "2026-11-01", "Hauptstraße 1": "2026-11-02"}
+    assert last_visits(read_all_visits(tmp_path / "v.csv")) == {
+        "A1": "2026-11-01",
+        "Hauptstraße 1": "2026-11-02",
+    }
     assert "v.csv: read as Windows-1252: Hauptstraße 1" in caplog.text
     (tmp_path / "list.csv").write_bytes("path,label,place\na.wav,leak,Straße\n".encode("cp1252"))
     for with_labels in (True, False):  # as scan and build read it, and then predict and nightly
@@ -322,4 +327,4 @@ def test_a_delimiter_that_is_named_and_an_encoding_that_is_found(tmp_path, caplo
         assert (table.columns, table.delimiter) == (["sensor", "night"], "|")
     (tmp_path / "v.csv").write_text("sep=|\nSensor|Night\nH1|tomorrow\n")
     with raises("invalid-visits", DataError, says="line 3: "):
-        read_visits(tmp_path / "v.csv")
+        read_all_visits(tmp_path / "v.csv")

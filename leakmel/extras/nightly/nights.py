@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
@@ -39,7 +39,7 @@ from leakmel.extras.nightly.history import N_BANDS, History, HistoryEntry
 from leakmel.mel.engines import Engine, open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings.naming import dashed_date
-from leakmel.recordings.tables import csv_table, read_text
+from leakmel.recordings.tables import csv_table, decode_text, encoding_of, read_table_bytes, read_text
 from leakmel.recordings.wav import read_wav
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #944c5103
@@ -311,13 +311,9 @@ def visit_night(text: str) -> str:  # YYYY-MM-DD; raises ValueError
     return date.fromisoformat(text).isoformat()
 
 
-def read_all_visits(file: Path) -> list[Visit]:
-    """Read a CSV file of visits with the columns sensor and night, and the others of `Visit` if it has them; raises DataError.
-
-    A row corrects an earlier one of the same sensor and night.
-    """
-    visits: dict[tuple[str, str], Visit] = {}
-    for line, row in csv_table(file, read_text(file), ["night"]).records("sensor", "night"):
+def _visits_of(file: Path, text: str) -> Iterator[Visit]:
+    "Yield the rows of a table of visits; raises DataError."
+    for line, row in csv_table(file, text, ["night"]).records("sensor", "night"):
         try:
             night = visit_night(row["night"])
         except ValueError as e:
@@ -338,26 +334,47 @@ def read_all_visits(file: Path) -> list[Visit]:
                 expected=", ".join(OUTCOMES),
             )
         told = {name: row.get(name, "") for name in _VISIT_COLUMNS}
-        visit = Visit(**told | {"sensor": text_key(row["sensor"]), "night": night, "outcome": outcome})
-        visits[visit.sensor, night] = visit
+        yield Visit(**told | {"sensor": text_key(row["sensor"]), "night": night, "outcome": outcome})
+
+
+def read_all_visits(*files: Path) -> list[Visit]:
+    """Read CSV files of visits with the columns sensor and night, and the others of `Visit` if they have them; raises DataError.
+
+    A row corrects an earlier one of the same sensor and night, also of an earlier file, and keeps its reason: the list may have changed since.
+    """
+    visits: dict[tuple[str, str], Visit] = {}
+    for visit in (v for file in files for v in _visits_of(file, read_text(file))):
+        key = (visit.sensor, visit.night)
+        visits[key] = replace(visit, reason=visits.get(key, visit).reason or visit.reason)
     return list(visits.values())
 
 
-def read_visits(file: Path) -> dict[str, str]:
-    "Read the night of the last visit to each sensor, without visits that had no access; raises DataError."
-    visits: dict[str, str] = {}
-    for x in read_all_visits(file):
-        if x.outcome != "no_access":
-            visits[x.sensor] = max(x.night, visits.get(x.sensor, ""))
-    return visits
+def last_visits(visits: Iterable[Visit]) -> dict[str, str]:
+    "Return the night of the last visit to each sensor, without visits that had no access."
+    return {v.sensor: v.night for v in sorted(visits, key=lambda v: v.night) if v.outcome != "no_access"}
+
+
+_BY_MARK = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}  # encodings that write no mark
+# control characters, ends of lines, and bytes that were no text
+_NOT_IN_A_CELL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def add_visit(file: Path, visit: Visit) -> int:  # visits in the table
-    "Add a row to a table of visits, which is made if needed; all rows are checked and written together. Raises DataError, OutputError."
+    """Add a row to a table of visits, which is made if needed and keeps its encoding; raises UsageError, DataError, OutputError.
+
+    The new table is read and compared with the visit before it is written.
+    """
+    for name in ("by", "note"):
+        if _NOT_IN_A_CELL.search(getattr(visit, name)):
+            raise UsageError(
+                f"{name} of a visit has a control character, which a table cannot hold",
+                code="invalid-visits",
+                found=ascii(getattr(visit, name)[:80]),
+                remedy="write it as plain text on one line",
+            )
     with OutputLock(file):
-        text = read_text(file) if file.exists() else ",".join(_VISIT_COLUMNS)
-        if file.exists():
-            read_all_visits(file)
+        old = read_table_bytes(file) if file.exists() else f"{','.join(_VISIT_COLUMNS)}\n".encode()
+        text = decode_text(old, file)
         table = csv_table(file, text, ["night"])
         if lacking := {"sensor", "night", "outcome"} - set(table.columns):
             raise DataError(
@@ -368,23 +385,37 @@ def add_visit(file: Path, visit: Visit) -> int:  # visits in the table
                 expected=",".join(_VISIT_COLUMNS),
                 remedy="add the column to the table, or name another file with --table",
             )
+        end = "\r\n" if "\r\n" in text else "\n"
         row = io.StringIO()
-        writer = csv.writer(row, delimiter=table.delimiter, lineterminator="\n")
-        writer.writerow([getattr(visit, name, "") for name in table.columns])
-        write_whole(file, f"{text.rstrip()}\n{row.getvalue()}")
-        return len(read_all_visits(file))
+        row.write("" if text.endswith(("\n", "\r")) else end)
+        csv.writer(row, delimiter=table.delimiter, lineterminator=end).writerow(
+            [getattr(visit, name, "") for name in table.columns]
+        )
+        encoding = _BY_MARK.get(old[:2], encoding_of(old).removesuffix("-sig"))
+        new = old + row.getvalue().encode(encoding, "replace")
+        rows = list(_visits_of(file, decode_text(new, file, quiet=True)))
+        told, read = ({k: text_key(getattr(v, k, "")) for k in table.columns} for v in (visit, rows[-1]))
+        if told != read:
+            raise DataError(
+                "the table cannot hold the visit: it would be read in another way",
+                code="invalid-visits",
+                path=file,
+                found=show_path(", ".join(read.values()))[:200],
+                expected=show_path(", ".join(told.values()))[:200],
+                remedy="save the table as CSV UTF-8, or name another file with --table",
+            )
+        write_whole(file, new)
+        return len({(v.sensor, v.night) for v in rows})
 
 
-def recordings_of_visit(
-    history: History, sensor: str, visit: Visit, after: str
-) -> list[tuple[str, str, str]]:
+def recordings_of_visit(history: History, visit: Visit, after: str) -> list[tuple[str, str, str]]:
     """Return path, digest and night of the recordings that the outcome of a visit labels: of the nights before it, at most WINDOW, later than another night.
 
     A leak was not there before the scores rose: without a clear rise it labels the last three nights only.
     """
     rows = history.query(
         "SELECT night, score FROM nights WHERE sensor = ? AND night <= ? AND night > ? AND score IS NOT NULL ORDER BY night DESC LIMIT ?",
-        (sensor, visit.night, after, WINDOW),
+        (visit.sensor, visit.night, after, WINDOW),
     )
     if not rows:
         return []
@@ -395,7 +426,7 @@ def recordings_of_visit(
         first = rise or max(0, len(nights) - RECENT_NIGHTS)
     return history.query(
         "SELECT path, digest, night FROM recordings WHERE sensor = ? AND night BETWEEN ? AND ? AND flags = '' ORDER BY night, digest",
-        (sensor, nights[first], visit.night),
+        (visit.sensor, nights[first], visit.night),
     )
 
 
@@ -456,16 +487,17 @@ def record_run(
 ) -> list[HistoryEntry]:
     """Add recordings and visits (sensor -> night of the last one) to the history, in a transaction; returns the recordings that are new.
 
+    A visit that the history has and `visits` lacks is removed; None: visits stay as they are.
     The evidence of the sensors is computed again from the first changed night on.
     """
     new = history.add_recordings(entries)
     # sensor -> first changed night
     since = {h.sensor: h.night for h in sorted(new, key=lambda h: h.night, reverse=True)}
-    visited = dict(history.query("SELECT sensor, night FROM visits"))
-    changed = {s: night for s, night in (visits or {}).items() if night != visited.get(s)}
-    history.write("INSERT OR REPLACE INTO visits VALUES (?, ?)", changed.items())
-    visited |= changed
-    since |= dict.fromkeys(changed, "")
+    stored = dict(history.query("SELECT sensor, night FROM visits"))
+    visited = stored if visits is None else dict(visits)
+    history.write("DELETE FROM visits WHERE sensor = ?", [(s,) for s in stored.keys() - visited.keys()])
+    history.write("INSERT OR REPLACE INTO visits VALUES (?, ?)", sorted(visited.items() - stored.items()))
+    since |= dict.fromkeys([s for s, _ in visited.items() ^ stored.items()], "")
     limit = f"{budget.per_100_nights!r}; evidence {_EVIDENCE}"
     if history.meta("budget") != limit:  # the first night above the limit is another one
         history.set_meta("budget", limit)
@@ -492,7 +524,6 @@ def record_run(
         )
         for night, own in groupby(rows, itemgetter(0)):
             by_date.setdefault(night, {})[k] = _together(list(own))
-    sql = f"INSERT OR REPLACE INTO nights VALUES ({', '.join('?' * 15)})"
     for night, of_night in sorted(by_date.items()):
         x = np.full(len(sensors), np.nan)
         for k, (_, _, score, *_) in of_night.items():
@@ -505,7 +536,7 @@ def record_run(
                 first_above[k] = night
             state = map(float, (evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k]))
             written.append((sensors[k], night, *night_row, *state, first_above[k]))
-        history.write(sql, written)
+        history.write(f"INSERT OR REPLACE INTO nights VALUES ({', '.join('?' * 15)})", written)
     return new
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #30ed1e7f
@@ -646,8 +677,13 @@ def _high_from_start(
 
 def _best_recordings(history: History, since: str, column: str) -> dict[str, tuple]:
     "Return path, digest and level of the recording with the highest value of a column, for each sensor."
-    sql = f"SELECT sensor, path, digest, rms_db, max({column}) FROM recordings INDEXED BY by_date WHERE night >= ? AND flags = '' GROUP BY sensor"
-    return {row[0]: row[1:] for row in history.query(sql, (since,))}
+    return {
+        row[0]: row[1:]
+        for row in history.query(
+            f"SELECT sensor, path, digest, rms_db, max({column}) FROM recordings INDEXED BY by_date WHERE night >= ? AND flags = '' GROUP BY sensor",
+            (since,),
+        )
+    }
 
 
 def sensor_table(
@@ -664,17 +700,20 @@ def sensor_table(
     since = (day - timedelta(days=28 + RECENT_NIGHTS - 1)).isoformat()
     week = (day - timedelta(days=6)).isoformat()
     columns = "night, rms_db, floor_db, flags, n, score, first_above, (r0 + r1 + r2) / 3"
-    sql = (
-        f"SELECT sensor, {columns} FROM nights INDEXED BY night_dates WHERE night >= ? ORDER BY sensor, night"
+    recent = history.query(
+        f"SELECT sensor, {columns} FROM nights INDEXED BY night_dates WHERE night >= ? ORDER BY sensor, night",
+        (since,),
     )
-    by_sensor = {
-        s: [row[1:] for row in rows] for s, rows in groupby(history.query(sql, (since,)), itemgetter(0))
+    by_sensor = {s: [row[1:] for row in rows] for s, rows in groupby(recent, itemgetter(0))}
+    by_sensor |= {
+        s: history.query(f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1", (s,))
+        for s in all_sensors(history)
+        if s not in by_sensor
     }
-    newest = f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1"
-    by_sensor |= {s: history.query(newest, (s,)) for s in all_sensors(history) if s not in by_sensor}
     p_values = _high_from_start(history, by_sensor, np.asarray(normal), budget)
-    visits = dict.fromkeys(p_values, "high from the start")
-    visits |= {s: "evidence" for s, own in by_sensor.items() if own[-1][6] is not None}
+    visits = dict.fromkeys(p_values, "high from the start") | {
+        s: "evidence" for s, own in by_sensor.items() if own[-1][6] is not None
+    }
     free = [s for s, own in by_sensor.items() if s not in visits and own[-1][0] >= week]
     # at random, but the choice of a night is always the same
     free.sort(key=lambda s: blake2b(f"{last} {s}".encode("utf-8", "surrogateescape")).digest())

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -129,8 +129,11 @@ def _sensor_name(name: str) -> str:
 
 def stored_files(history: History, paths: Iterable[bytes]) -> dict[bytes, tuple]:
     "Return size, mtime, digest and problem of the paths that are known; a history knows many more than a folder holds."
-    sql = "SELECT size, mtime_ns, digest, problem FROM files WHERE path = ?"
-    return {path: row for path in paths for row in history.query(sql, (path,))}
+    return {
+        path: row
+        for path in paths
+        for row in history.query("SELECT size, mtime_ns, digest, problem FROM files WHERE path = ?", (path,))
+    }
 
 
 _PASTED = {"{**}/{sensor}/{*}": b"/", "{sensor}_{*}": b"_", "{sensor}": b""}  # patterns without a time
@@ -299,6 +302,7 @@ class NightlyRun:
     seconds: float = 0.0
     places: int = 0  # without a leak, that the model was evaluated on
     results: Mapping[str, Any] = field(default_factory=dict)  # of visits, as of `nights.visit_results`
+    visit_tables: tuple[str, ...] = ()  # that were read; a later one corrects those before it
 
     @property
     def last_night(self) -> str:
@@ -393,6 +397,7 @@ class NightlyRun:
             "audits": sum(r.visit == "audit" for r in self.sensors),
             "not_healthy": sum(r.health != "ok" for r in self.sensors),
             "visits": [asdict(r) for r in self.sensors if r.visit],
+            "visit_tables": list(self.visit_tables),
             "seconds": self.seconds,
         }
 
@@ -423,6 +428,8 @@ class NightlyRun:
                 f"  detector: {self.evaluation}",
                 f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
                 *[f"  {self.visit_results}"] * bool(self.visit_results),
+                *[f"  visits read from {', corrected by '.join(self.visit_tables)}"]
+                * bool(self.visit_tables),
                 f"  tables in {show_path(self.state)}",
             ]
         )
@@ -558,7 +565,8 @@ See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/ret
 {%- endfor %}
 <p class='facts'>Budget: {{ '{:g}'.format(done.budget.per_100_nights) }} false visits per 100 sensor-nights, hence a limit of
 {{ whole(limit) }} for the evidence. Audit visits are chosen at random
-({{ whole(listed|selectattr('visit', 'eq', 'audit')|list|length) }}): they show what the list misses.</p>
+({{ whole(listed|selectattr('visit', 'eq', 'audit')|list|length) }}): they show what the list misses. The budget holds if the nights of a sensor
+are independent and their scores normally distributed; similar nights in a row raise the rate.</p>
 <p class='facts'>Detector: {{ done.evaluation }}</p>
 <p class='facts'>Loggers to check: {{ whole(done.sensors|rejectattr('health', 'eq', 'ok')|list|length) }}</p>
 {%- if done.visit_results %}
@@ -777,6 +785,7 @@ def _places(rows: Sequence[nights.SensorRow], manifest: Manifest | None) -> dict
 # %% ../../../nbs/extras/nightly/run.ipynb #79f71ba1
 # evidence of the last nights of a sensor
 _CURVE = "SELECT (r0 + r1 + r2) / 3 FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 31"
+_USABLE = "SELECT count(*) FROM nights WHERE usable > 0"
 
 
 def nightly(
@@ -786,9 +795,11 @@ def nightly(
     *,
     manifest: Manifest
     | None = None,  # result of `scan` with a pattern or a table: sensors, times, coordinates
-    budget: float = 0.2,  # false visits per 100 sensor-nights, above 0 and at most 10
+    # false visits per 100 sensor-nights, above 0 and at most 10; for nights of a sensor that are independent, with normally distributed scores
+    budget: float = 0.2,
     audits: int = 2,  # random visits per night
-    # CSV file of visits with the columns sensor and night: these sensors start again
+    # CSV file of visits with the columns sensor and night: these sensors start again. It is read together with visits.csv of the state folder, and
+    # corrects it
     visited: str | os.PathLike | None = None,
     # data set that the drift is measured against, for example the training set
     reference: str | os.PathLike | None = None,
@@ -803,8 +814,8 @@ def nightly(
     require_count("audits", audits, 0, 1000)
     source = Folder(folder)
     target = _check_state(state, source.path)
-    table = target / VISITS_CSV if visited is None else Path(visited)
-    visits = nights.read_visits(table) if visited is not None or table.exists() else {}
+    tables = _tables(target / VISITS_CSV, visited)
+    visits = nights.read_all_visits(*tables)
     detector, named = detector_of(model)
     digest = model_digest(detector)
     files = _find(source, manifest, time_from, progress)
@@ -830,8 +841,8 @@ def nightly(
         history.set_meta("model", digest)
         if pattern:
             history.set_meta("pattern", pattern)
-        used, ignored = _sort_visits(history, files.entries, visits)
-        added = nights.record_run(history, files.entries, rule, used)
+        used, notes = _sort_visits(history, files.entries, visits) if tables else ([], [])
+        added = nights.record_run(history, files.entries, rule, nights.last_visits(used) if tables else None)
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
         nights.keep_reference(history, detector, reference)
         history.commit()
@@ -850,12 +861,19 @@ def nightly(
             drift=nights.drift_of(history, nights.stored_reference(history)),
             curves=_curves(history, rows),
             places=len(normal),
-            results=_results(history, table),
-            notes=(*_notes(files, pattern), *ignored),
+            results=nights.visit_results(used, history.query(_USABLE)[0][0]),
+            notes=(*_notes(files, pattern), *notes),
+            visit_tables=tuple(map(show_path, tables)),
         )
         page = visits_page(done, _clips(done, files.paths, detector), _places(rows, manifest))
-        write_tables(done, page, visit_labels(history, table, detector.task))
+        write_tables(done, page, visit_labels(history, used, detector.task) if tables else "")
     return replace(done, seconds=time.perf_counter() - began)
+
+
+def _tables(own: Path, visited: str | os.PathLike | None) -> list[Path]:
+    "Return the tables of visits, each once; the one that was given comes last and corrects the other."
+    given = (own if own.exists() else None, visited)
+    return [*{os.path.realpath(p): Path(p) for p in given if p is not None}.values()]
 
 
 def _curves(history: History, rows: Iterable[nights.SensorRow]) -> dict[str, list[float]]:
@@ -888,65 +906,93 @@ def _notes(files: _Files, pattern: str) -> list[str]:  # the pattern that was gu
         for path, name in [*read.items()][:1]
     ]
     twins = twin_problems((files.found[path][2].sensor for path in files.to_read), "sensors")
-    n = f"{len(files.missing):,} of {len(files.found):,} recordings are not in the table, first "
-    lacking = [n + show_path(path) for path in files.missing[:1]]
+    lacking = [
+        f"{len(files.missing):,} of {len(files.found):,} recordings are not in the table, first {show_path(path)}"
+        for path in files.missing[:1]
+    ]
     return [*first, *lacking, *(f"{p.path}: {p.message}" for p in twins)]
 
 
 def _sort_visits(
-    history: History, entries: list[HistoryEntry], visits: Mapping[str, str]
-) -> tuple[dict[str, str], list[str]]:
-    "Return the visits of known sensors that do not lie in the future, and a note on the others."
+    history: History, entries: list[HistoryEntry], visits: Sequence[nights.Visit]
+) -> tuple[list[nights.Visit], list[str]]:
+    "Return the visits of known sensors, as the history names them, that do not lie in the future, and notes on others and on restarts that are undone."
     last = max([history.last_night() or _FIRST_DAY, *(e.night for e in entries)])
     # recordings may arrive after a visit
     latest = (datetime.fromisoformat(last) + timedelta(days=7)).isoformat()
     known = {
         text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *nights.all_sensors(history))
     }
-    used = {known[s]: night for s, night in visits.items() if s in known and night <= latest}
-    ignored = [f"{show_path(s)} ({night})" for s, night in sorted(visits.items()) if known.get(s) not in used]
-    names = ", ".join(map(show_path, sorted(known.values())[:3]))
-    note = (
-        f"{len(ignored):,} visits are ignored, because the night lies in the future or the sensor is unknown: {', '.join(ignored[:5])}; "
-        f"sensors are named like {names} (format their column as text: a spreadsheet turns 000123 into 123)"
+    used = [replace(v, sensor=known[v.sensor]) for v in visits if v.sensor in known and v.night <= latest]
+    others = sorted((v.sensor, v.night) for v in visits if v.sensor not in known or v.night > latest)
+    ignored = (
+        f"{len(others):,} visits are ignored, because the night lies in the future or the sensor is unknown: {_named(others)}; "
+        f"sensors are named like {', '.join(map(show_path, sorted(known.values())[:3]))} (format their column as text: a spreadsheet turns 000123 into 123)"
     )
-    return used, [note] if ignored else []
+    restarts = nights.last_visits(used)
+    gone = [
+        (sensor, night)
+        for sensor, night in history.query("SELECT sensor, night FROM visits ORDER BY sensor")
+        if restarts.get(sensor, "") < night
+    ]
+    undone = (
+        f"{how_many(len(gone), 'restart')} undone, because the tables have the visit no more, or with no_access: {_named(gone)}; the evidence is computed "
+        "again from all nights since the visit before"
+    )
+    return used, [*[ignored] * bool(others), *[undone] * bool(gone)]
+
+
+def _named(visits: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(f"{show_path(sensor)} ({night})" for sensor, night in visits[:5])
 
 # %% ../../../nbs/extras/nightly/run.ipynb #vi0000b2
-def _results(history: History, table: Path) -> dict[str, Any]:
-    "Return what the visits of a table to known sensors found."
-    if not table.exists():
-        return {}
-    known = set(map(text_key, nights.all_sensors(history)))
-    visits = [v for v in nights.read_all_visits(table) if v.sensor in known]
-    ((n,),) = history.query("SELECT count(*) FROM nights WHERE usable > 0")
-    return nights.visit_results(visits, n)
-
-
-def visit_labels(history: History, table: Path, task: Task) -> str:
-    """Return the labels of recordings that follow from visits, as the content of a labels.csv; empty without a table.
+def visit_labels(history: History, visits: Sequence[nights.Visit], task: Task) -> str:
+    """Return the labels of recordings that follow from visits, as the content of a labels.csv.
 
     `leak` and `no_leak` label nights before the visit; the second only if the detector has one other label.
     """
-    if not table.exists():
-        return ""
-    known = {text_key(sensor): sensor for sensor in nights.all_sensors(history)}
     others = [name for name in task.class_names if name != task.leak_label]
     label_of = {"leak": task.leak_label} | ({"no_leak": others[0]} if len(others) == 1 else {})
     text, before = io.StringIO(), dict[str, str]()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(LABELS_COLUMNS)
-    for v in sorted(nights.read_all_visits(table), key=lambda v: (v.sensor, v.night)):
-        if v.sensor not in known or v.outcome == "no_access":
+    for v in sorted(visits, key=lambda v: (v.sensor, v.night)):
+        if v.outcome == "no_access":
             continue
         after = before.get(v.sensor, "")
         before[v.sensor] = v.night
         if v.outcome in label_of:
             when = v.when or f"{v.night}T12:00:00Z"
-            for path, digest, night in nights.recordings_of_visit(history, known[v.sensor], v, after):
+            for path, digest, night in nights.recordings_of_visit(history, v, after):
                 note = f"visit after {v.night}, night {night}"
                 writer.writerow((path, digest, label_of[v.outcome], v.by or "visit", when, note))
     return text.getvalue()
+
+
+def _last_list(state: Path) -> tuple[dict[str, str], str]:
+    "Return the reason of a visit for each sensor, and the last night, of the last run; raises DataError."
+    listed = state / SENSORS_JSON
+    if not listed.is_file():
+        raise DataError(
+            "this is not the state folder of a nightly run",
+            code="no-such-file",
+            path=listed,
+            remedy=missing_remedy(listed, "give the folder of leakmel nightly --state"),
+        )
+    try:
+        body = json.loads(listed.read_bytes())
+        return (
+            {str(row["sensor"]): str(row["visit"]) for row in body["sensors"]},
+            date.fromisoformat(body["last_night"] or _FIRST_DAY).isoformat(),
+        )
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as e:
+        raise DataError(
+            "the list of the last run cannot be read",
+            code="damaged-record",
+            path=listed,
+            found=type(e).__name__,
+            remedy="delete this file and run leakmel nightly again: it writes the list from the history",
+        ) from e
 
 
 def record_visit(
@@ -960,16 +1006,7 @@ def record_visit(
     table: str | os.PathLike | None = None,  # CSV file; None: visits.csv in the state folder
 ) -> tuple[nights.Visit, Path, int]:  # the row, the table, and its visits; raises LeakmelError
     "Write a visit into the table of visits."
-    listed = Path(state) / SENSORS_JSON
-    if not listed.is_file():
-        raise DataError(
-            "this is not the state folder of a nightly run",
-            code="no-such-file",
-            path=listed,
-            remedy=missing_remedy(listed, "give the folder of leakmel nightly --state"),
-        )
-    body = json.loads(listed.read_text(encoding="utf-8"))
-    reasons = {row["sensor"]: row["visit"] for row in body["sensors"]}
+    reasons, last_night = _last_list(Path(state))
     known = {text_key(name): name for name in reasons}
     if text_key(sensor) not in known:
         raise UsageError(
@@ -978,7 +1015,7 @@ def record_visit(
             found=show_path(sensor[:80]),
             expected=f"one of {how_many(len(known), 'sensor')}, for example {', '.join(list(reasons)[:3])}",
         )
-    latest = (datetime.fromisoformat(body["last_night"]) + timedelta(days=7)).date().isoformat()
+    latest = (datetime.fromisoformat(last_night) + timedelta(days=7)).date().isoformat()
     try:
         day = nights.visit_night(night)
     except ValueError:
@@ -988,11 +1025,21 @@ def record_visit(
             "the night of a visit must be a date, at most a week after the last night",
             code="invalid-visits",
             found=repr(night[:80]),
-            expected=f"YYYY-MM-DD, for example {body['last_night']}",
+            expected=f"YYYY-MM-DD, for example {last_night}",
         )
     require_choice("outcome", outcome, nights.OUTCOMES)
     name = known[text_key(sensor)]
-    when = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-    visit = nights.Visit(name, day, outcome, by, when, reasons[name] or nights.NOT_LISTED, note)
-    file = Path(state) / VISITS_CSV if table is None else Path(table)
+    own = Path(state) / VISITS_CSV
+    file = own if table is None else Path(table)
+    tables = [path for path in (own, file) if path.exists()]
+    told = {(v.sensor, v.night): v.reason for v in nights.read_all_visits(*tables)}
+    visit = nights.Visit(
+        name,
+        day,
+        outcome,
+        by=by,
+        when=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        reason=told.get((text_key(name), day)) or reasons[name] or nights.NOT_LISTED,
+        note=note,
+    )
     return visit, file, nights.add_visit(file, visit)
