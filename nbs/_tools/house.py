@@ -26,22 +26,22 @@ RINGS = {
 # line and `strict=` of zip took 500 lines, and 7 statements of the command line. Once more for what users asked for and no cut paid: answers of five
 # lines, the newest run, reports for colleagues, names of loggers, and a detector that is fitted on all recordings took 56 statements and 569 lines.
 # And once more, by 84 statements and 156 lines: for whom probabilities hold, the curve by visits, tables and patterns together, labels that lie elsewhere.
-# Then ring 3 by 261 for nights and visits, which were promised 800 more, and the others by 337: audio that clips and recordings share, sensors that
+# Then ring 3 by 273 for nights and visits, which were promised 800 more, and the others by 363, with 11 tests: audio that clips and recordings share, sensors that
 # are guessed from names, next commands that hold, times of a training, advice on batches, thresholds that can be moved, plurals, wrong options.
 BUDGETS = {
-    "statements": 27_473,  # only goes down
-    "statements, rings 0 and 1": 14_459,  # only goes down
-    "statements, ring 2": 6_734,  # only goes down
-    "statements, ring 3": 6_034,  # only goes down
-    "statements, command line": 246,  # only goes down
-    "lines": 50_656,  # only goes down
+    "statements": 27_511,  # only goes down
+    "statements, rings 0 and 1": 14_460,  # only goes down
+    "statements, ring 2": 6_751,  # only goes down
+    "statements, ring 3": 6_046,  # only goes down
+    "statements, command line": 254,  # only goes down
+    "lines": 50_791,  # only goes down
     "modules": 95,  # only goes down
     "modules under 40 statements": 2,  # only goes down
     "packed assignments": 357,  # only goes down
     "packed assignments of more than two": 38,  # only goes down
     "imports of private names": 0,  # only goes down
     "exported names": 115,  # only goes down
-    "collected tests": 3_097,  # only goes down
+    "collected tests": 3_108,  # only goes down
 }
 
 
