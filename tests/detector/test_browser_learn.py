@@ -88,7 +88,7 @@ def test_train_in_jupyterlab(lab, watched, project):
     assert page.locator(ERRORS).all_text_contents() == []
     n_epochs = load_detector(project / "run" / "model.pt").record["settings"]["epochs"]
     assert early < page.locator(EPOCHS).first.locator("tbody tr").count() == n_epochs, "the same table grew"
-    titles = assert_sound(watched, lab, 6)  # one of the training, five of the evaluation
+    titles = assert_sound(watched, lab, 8)  # three of the training, five of the evaluation
     assert titles[0].startswith("F1 of ")
     assert page.locator(EPOCHS).nth(1).locator("tbody tr").count() == n_epochs, "the history"
     watched.picture("train.png")

@@ -118,7 +118,7 @@ def test_start_in_this_process(tmp_path, monkeypatch):
     named = {"table": str(tmp_path / "labels.csv"), "columns": "path=name"}
     run = run_here("start.ipynb", **own | {"data_root": str(tmp_path / "loggers")} | named)
     assert run.error == ""
-    assert "read from the names by pattern = '{**}/{sensor}_{start_time}'" in run.text
+    assert "sensors and times from the names: {**}/{sensor}_{start_time}" in run.text
     assert "The detector was not evaluated: cross-validation is not possible" in run.text
     assert '"ok": true' in run.text
     run = run_here("start.ipynb", **own | {"data_root": str(tmp_path / "absent")})
