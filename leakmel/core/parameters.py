@@ -103,7 +103,8 @@ _EARLIER = {name.casefold(): setting for setting in EARLIER_SETTINGS for name in
 
 def answer_unknown(name: str, known: Iterable[str]) -> str:
     "Explain an unknown setting in one sentence, with a suggestion from the known names."
-    known, name = list(known), show_path(name)
+    known = list(known)
+    name = show_path(name)
     if name.casefold() in known:
         return f"{name} is written {name.casefold()}"
     earlier = _EARLIER.get(name.casefold())
