@@ -247,20 +247,22 @@ class Detector:
             return out
         self.classifier.eval()
         in_parts = rows.device.type == "cpu" and self.kind != "spectral"
-        at_once = max(1, _MAX_ITEMS_ON_CPU // n_long) if in_parts else n
+        n_threads = torch.get_num_threads()
+        # as many for each thread, of equal size
+        n_parts = -(-n * n_long // (_MAX_ITEMS_ON_CPU * n_threads)) * n_threads if in_parts else 1
         has = np.ones((n, n_long), bool) if counts is None else np.arange(n_long) < counts[:, None]
         with torch.inference_mode(), full_float32_precision():
             probabilities = self.classifier.class_probabilities
             if has.all():
-                return _score_parts(probabilities, zip(rows.split(at_once), strict=True))
+                return _score_parts(probabilities, zip(rows.tensor_split(min(n_parts, n)), strict=True))
             if self.kind == "cnn":  # its segments are independent: only those that count are scored
                 indices = _to_device(torch.from_numpy(np.flatnonzero(has)), rows.device)
                 flat = out.flatten(0, 1)
-                parts = zip(rows.flatten(0, 1)[indices, None].split(at_once * n_long), strict=True)
-                flat[indices] = _score_parts(probabilities, parts)[:, 0]
+                chosen = rows.flatten(0, 1)[indices, None].tensor_split(max(1, min(n_parts, len(indices))))
+                flat[indices] = _score_parts(probabilities, zip(chosen, strict=True))[:, 0]
                 return flat.unflatten(0, (n, n_long))
             mask = _to_device(torch.from_numpy(has), rows.device)
-            pairs = zip(rows.split(at_once), mask.split(at_once), strict=True)
+            pairs = zip(*(x.tensor_split(min(n_parts, n)) for x in (rows, mask)), strict=True)
             scored = _score_parts(probabilities, pairs)
             return torch.where(mask[:, :, None], scored, torch.nan)
 
