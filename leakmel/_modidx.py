@@ -1917,6 +1917,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'leakmel/detector/model/detector.py'),
                                                  'leakmel.detector.model.detector._score_parts': ( 'detector/model/detector.html#_score_parts',
                                                                                                    'leakmel/detector/model/detector.py'),
+                                                 'leakmel.detector.model.detector._scoring_threads': ( 'detector/model/detector.html#_scoring_threads',
+                                                                                                       'leakmel/detector/model/detector.py'),
                                                  'leakmel.detector.model.detector._settings_from_plain': ( 'detector/model/detector.html#_settings_from_plain',
                                                                                                            'leakmel/detector/model/detector.py'),
                                                  'leakmel.detector.model.detector._to_device': ( 'detector/model/detector.html#_to_device',

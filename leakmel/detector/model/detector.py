@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from functools import cache, partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, cast
@@ -163,8 +163,14 @@ def _score_parts(score: Callable[..., Tensor], parts: Iterable[tuple[Tensor, ...
         with torch.inference_mode(), one_thread():
             return score(*part)
 
-    with ThreadPoolExecutor(n_threads) as pool, one_thread():
-        return torch.cat(list(pool.map(alone, parts)))
+    with one_thread():
+        return torch.cat(list(_scoring_threads(os.getpid(), n_threads).map(alone, parts)))
+
+
+@cache
+def _scoring_threads(process: int, n: int) -> ThreadPoolExecutor:
+    "Threads that stay: what torch sets up for a new one takes milliseconds. A forked process gets its own."
+    return ThreadPoolExecutor(n, "leakmel-score")
 
 
 @dataclass(eq=False, repr=False)
