@@ -26,8 +26,9 @@ RINGS = {
 # line and `strict=` of zip took 500 lines, and 7 statements of the command line. Once more for what users asked for and no cut paid: answers of five
 # lines, the newest run, reports for colleagues, names of loggers, and a detector that is fitted on all recordings took 56 statements and 569 lines.
 # And once more, by 84 statements and 156 lines: for whom probabilities hold, the curve by visits, tables and patterns together, labels that lie elsewhere.
-# Then ring 3 by 273 for nights and visits, which were promised 800 more, and the others by 363, with 11 tests: audio that clips and recordings share, sensors that
-# are guessed from names, next commands that hold, times of a training, advice on batches, thresholds that can be moved, plurals, wrong options.
+# Then ring 3 by 273 for nights and visits, which were promised 800 more, and the others by 368, with 11 tests: audio that clips and recordings
+# share, sensors that are guessed from names, next commands that hold, times of a training, advice on batches, thresholds that can be moved,
+# plurals, wrong options.
 BUDGETS = {
     "statements": 27_516,  # only goes down
     "statements, rings 0 and 1": 14_461,  # only goes down
