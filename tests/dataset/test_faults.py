@@ -20,6 +20,7 @@ import pytest
 from each import each
 from errors import raises
 from independent import check, content, leftovers, log_mel, walk
+from left_threads import left_threads
 
 import leakmel as lm
 from leakmel.core.errors import (
@@ -80,16 +81,12 @@ def old(tmp_path, data) -> bytes:
     return (tmp_path / "out" / "x.h5").read_bytes()
 
 
-def our_threads() -> set[threading.Thread]:
-    return {t for t in threading.enumerate() if t.name.startswith("leakmel")}
-
-
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
     "Every thread of a build has ended when it returns or raises."
-    before = our_threads()
+    before = left_threads()
     yield
-    assert our_threads() <= before
+    assert left_threads() <= before
 
 
 def fails(
@@ -105,11 +102,11 @@ def fails(
     options = {"engine": "reference"} | QUIET | options
     target = tmp_path / "out" / "x.h5"
     before = target.read_bytes() if target.exists() else None
-    threads = our_threads()
+    threads = left_threads()
     with pytest.raises(kind, match=match) as e:
         lm.build(data, out=target, **options)
     assert code is None or getattr(e.value, "code", None) == code
-    assert our_threads() <= threads
+    assert left_threads() <= threads
     assert (target.read_bytes() if target.exists() else None) == before
     if target.parent.is_dir():
         assert_only_resumable(target, e.value, BESIDE if before else [])

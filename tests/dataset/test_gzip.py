@@ -19,6 +19,7 @@ import pytest
 from each import each
 from errors import raises
 from independent import content, leftovers, same
+from left_threads import left_threads
 from test_writer import WAVE, build_both, metadata_of, with_waves
 
 import leakmel as lm
@@ -287,7 +288,7 @@ def test_an_error_in_a_thread_leaves_the_whole_file(tmp_path, monkeypatch, code)
         file.compress(meta)
     assert file.partial.read_bytes() == before
     assert leftovers(tmp_path, file.partial.name) == []
-    assert not [t for t in threading.enumerate() if t.name.startswith("leakmel-gzip")]
+    assert not left_threads()
     file.abort()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from errors import raises
+from left_threads import left_threads
 
 import leakmel as lm
 from leakmel.core.errors import (
@@ -172,7 +173,7 @@ def test_a_second_interrupt_does_not_leave_threads(tmp_path, data, monkeypatch):
     monkeypatch.setattr(ThreadGroup, "stop", stop)
     with pytest.raises(KeyboardInterrupt):
         lm.build(data, out=tmp_path / "x.h5", engine="reference", **QUIET)
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("leakmel-")]
+    assert not left_threads()
     assert not (tmp_path / "x.h5").exists()
     assert not list(tmp_path.glob(".x*"))
 

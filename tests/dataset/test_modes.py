@@ -17,6 +17,7 @@ import pytest
 import soundfile
 from each import each
 from errors import raises
+from left_threads import left_threads
 
 import leakmel as lm
 from leakmel.cli import main
@@ -452,7 +453,7 @@ def test_error_while_loading_fails_the_build(tmp_path, mixed, monkeypatch, own_c
             build(mixed, tmp_path / "x.h5", mode)
     assert not list(tmp_path.glob("*x.h5*"))
     assert list(own_cache.iterdir()) == []
-    assert not [t for t in threading.enumerate() if t.name.startswith("leakmel-")]
+    assert not left_threads()
 
 
 def test_ctrl_c_while_loading(tmp_path, mixed, monkeypatch, own_cache):
@@ -464,7 +465,7 @@ def test_ctrl_c_while_loading(tmp_path, mixed, monkeypatch, own_cache):
         with pytest.raises(KeyboardInterrupt):
             lm.preload(mixed, spec=SPEC, mode=mode, progress="none")
     assert not own_cache.exists() or list(own_cache.iterdir()) == []
-    assert not [t for t in threading.enumerate() if t.name.startswith("leakmel-")]
+    assert not left_threads()
 
 
 @pytest.mark.parametrize("mode", ["preload", "memmap"])

@@ -19,6 +19,7 @@ import pytest
 import torch
 from each import each
 from errors import raises
+from left_threads import left_threads
 from made_detectors import RATE, made_detector, noise, put, write_mixed
 
 import leakmel as lm
@@ -575,7 +576,7 @@ def test_ctrl_c_ends_the_prediction_cleanly(mixed, detector, monkeypatch, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         lm.predict(mixed, detector, out=tmp_path / "new" / "x.csv", **QUIET)
     assert os.listdir(tmp_path) == []
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("leakmel-")]
+    assert not left_threads()
 
 
 def test_other_rates_are_rejected_without_resampling(mixed):

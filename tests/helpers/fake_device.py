@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from left_threads import left_threads
 
 from leakmel.mel.device import Device
 from leakmel.mel.engines import DEVICES
@@ -308,7 +309,7 @@ def counted(monkeypatch: Any) -> Iterator[Use]:
     gc.collect()  # errors hold frames, and frames what they worked on
     for device in made:
         assert (device.counts["device_bytes"], device.counts["pinned_bytes"]) == (0, 0)
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("leakmel")]
+    assert not left_threads()
 
 
 def taken() -> int:

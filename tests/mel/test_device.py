@@ -23,6 +23,7 @@ from conftest import need
 from each import each
 from errors import raises
 from fake_device import FakeDevice, FakeOutOfMemory, FakeStream, Faults, taken
+from left_threads import left_threads
 
 from leakmel.core.errors import EngineError, UsageError
 from leakmel.core.timeline import Timeline
@@ -78,16 +79,12 @@ def right_rows(x: np.ndarray) -> np.ndarray:
     return (x[:, :N_VALUES] + x[:, -N_VALUES:]).reshape(len(x), *TINY.row_shape).astype(np.float16)
 
 
-def our_threads() -> set[threading.Thread]:
-    return {t for t in threading.enumerate() if t.name.startswith("leakmel")}
-
-
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     "Every stream has ended when its engine is closed, or was never opened."
-    before = our_threads()
+    before = left_threads()
     yield
-    assert our_threads() <= before
+    assert left_threads() <= before
 
 
 def all_memory_is_freed(devices: list[FakeDevice]) -> None:

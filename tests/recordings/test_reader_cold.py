@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from each import each
+from left_threads import left_threads
 from messy import write_messy
 
 import leakmel as lm
@@ -530,7 +531,7 @@ def test_invalid_prefetch_setting_is_refused() -> None:
 
 
 def no_thread_is_left() -> bool:
-    return not [t for t in threading.enumerate() if t.name.startswith("leakmel-")]
+    return not left_threads()
 
 
 @pytest.mark.slow
