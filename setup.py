@@ -19,6 +19,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=" + cfg["min_python"],
     packages=find_packages(include=["leakmel", "leakmel.*"]),
+    # An editable installation then names this folder in sys.path, where a package goes before a folder of the same name that an earlier
+    # installation left: compiled code stays in its __pycache__.
+    package_dir={"": "."},
     package_data={"leakmel": ["notebooks/*.ipynb", "lab/*.json", "__init__.pyi", "py.typed"]},
     install_requires=cfg["requirements"].split(),
     extras_require={

@@ -44,17 +44,19 @@ class _Notebook:
         self.handle: Any = display(progress, display_id=True)
         self.is_attended = any(name in os.environ for name in _ATTENDED)
         self.line_at = time.monotonic()
-        self.has_lines = False
+        self.line = ""
 
     def show(self, progress: "Progress") -> None:
         if self.handle is not None:
             self.handle.update(progress)
         # `papermill --log-output` passes on lines, not outputs that are replaced
         is_late = time.monotonic() - self.line_at >= _LINE_EVERY_S
-        if not self.is_attended and (is_late if progress.state == "running" else self.has_lines):
+        if self.is_attended or not (is_late if progress.state == "running" else self.line):
+            return
+        if (line := repr(progress)) != self.line:
             self.line_at = time.monotonic()
-            self.has_lines = True
-            sys.stderr.write(f"{progress!r}\n")
+            self.line = line
+            sys.stderr.write(f"{line}\n")
 
 # %% ../../nbs/core/progress.ipynb #09804c96
 class _Terminal:

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/operations/detector.ipynb #10b95818
 import os
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -259,7 +260,7 @@ class WithTraining(Operation):
     allow_leaky_split: bool = False
     # the data sets were written by the earlier system; their rows are not verified
     legacy: bool = False
-    # exact name of the label of leaks
+    # exact name of the label of leaks; LEAK also means the only label that names leaks
     leak_label: str = "LEAK"
     # multiclass: one class per label; binary: leak or no leak
     kind: Literal["multiclass", "binary"] = option("multiclass", metavar="NAME")
@@ -332,7 +333,7 @@ class WithTraining(Operation):
             rows["split"] = f"{split!r}. {split.method}"
         own = values_of(self, "settings checkpoints device allow_leaky_split legacy resume")
         given |= self.of_task | {"labels": labels} | own
-        rows["leak"] = f"{self.leak_label} ({self.kind})"
+        rows["leak"] = f"{show_path(task.leak_label)} ({self.kind})"
         if labels is not None:
             rows["labels"] = f"by people, {show_path(labels)}"
         values = {f.name: (getattr(self.settings, f.name), f.default) for f in fields(self.settings)}
@@ -625,9 +626,12 @@ class Evaluate(Operation):
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Evaluate, write the files of the folder, and record the result in the model file."
+        from leakmel.detector.data.splits import LeakySplitWarning
         from leakmel.detector.evaluate.evaluation import evaluation_answer, try_to_record
 
-        found = lm.evaluate(**plan.given, progress=run.progress)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LeakySplitWarning)  # the answer begins with it
+            found = lm.evaluate(**plan.given, progress=run.progress)
         written = found.save(plan.out, plots=self.figures or run.keeps) if run.keeps or self.out else {}
         recorded = try_to_record(plan.given["model"], found, plan.given["data"])
         paths = {name: show_path(path) for name, path in written.items()}
@@ -635,7 +639,12 @@ class Evaluate(Operation):
         page = [f"figures: {path}" for path in paths.values() if path.endswith(".html")]
         text = run.answer(
             [*answer[:4], *page, *answer[4:], recorded * ("not recorded" in recorded)],
-            [recorded, f"written: {', '.join(paths.values())}" * bool(paths), found.report(run.width)],
+            # the notebook shows the figures in tables
+            [
+                recorded,
+                f"written: {', '.join(paths.values())}" * bool(paths),
+                "" if run.keeps else found.report(run.width),
+            ],
             next=f"leakmel predict FOLDER --model {quote(show_path(plan.given['model']))}",
         )
         return Outcome(found, found.summary | {"written": paths}, text)

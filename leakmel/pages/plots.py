@@ -331,8 +331,9 @@ def level_by_label(
     return styled_figure(
         traces,
         title,
-        f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB; "
-        f"{np.count_nonzero(~has_level):,} silent recordings are not drawn",
+        f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB"
+        + f"; not drawn, because silent: {how_many(np.count_nonzero(~has_level), 'recording')}"
+        * (not has_level.all()),
         height=300,
         xaxis={"title": {"text": "level (dB re full scale)"}},
         yaxis={"title": {"text": "recordings (%)"}, "rangemode": "tozero"},

@@ -463,9 +463,30 @@ def _in_table(file: Path, folder: Path) -> tuple[str, Path, str]:
         (x, name) for place, x in _places_of(folder) for name, text in cells if os.path.isfile(place / text)
     )
     place, path = next(found, (folder, ""))
-    columns = "" if {"path", "label"} <= {*names} else f"path={path.strip()},label={label.strip()}"
-    can_be_typed = columns.isprintable() and (columns.count(","), columns.count("=")) in ((0, 0), (1, 2))
-    return kind if path and can_be_typed else "", place, columns
+    others = {} if {"path", "label"} <= {*names} else {"path": path.strip(), "label": label.strip()}
+    kind = kind if path and all(map(_can_be_typed, others.values())) else ""
+    others |= _group_columns({name: x for name, x in texts.items() if name not in (path, label)})
+    return kind, place, ",".join(f"{name}={given}" for name, given in others.items())
+
+
+def _can_be_typed(name: str) -> bool:
+    "Whether `--columns` can hold the name of a column."
+    return name.isprintable() and not {",", "="} & {*name}
+
+
+_SENSOR = re.compile(
+    r"(sensor|logger|device|hydrant|valve|manhole|pipe|location|site|schacht|schieber|messstelle|standort)[\W_]*(id|no|nr|name|number|nummer)?\.?"
+)
+
+
+def _group_columns(texts: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    "Find the columns with the sensor, by a word of the trade in the header, and the time, by what all cells hold, that have other names; one of each, or none."
+    found = {
+        "sensor": [x for x in texts if _SENSOR.fullmatch(column_name(x))],
+        "start_time": [x for x, cells in texts.items() if cells and all(map(naming.whole_time, cells))],
+    }
+    found = {name: x for name, x in found.items() if name not in map(column_name, texts) and len(x) == 1}
+    return {name: x[0].strip() for name, x in found.items() if _can_be_typed(x[0])}
 
 
 def unused_tables(folder: Path, given: Mapping[str, Any]) -> Iterator[tuple[str, Path, Path, str]]:

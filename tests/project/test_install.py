@@ -21,21 +21,24 @@ ROOT = Path(__file__).resolve().parents[2]
 EXTRA_MODULES = ("torch", "torchaudio", "plotly", "IPython", "ipywidgets", "papermill", "optuna", "triton")
 N_FILES = 60
 SESSION = f"""
-import json, sys
+import hashlib, json, sys
 import leakmel as lm
 from leakmel.recordings.{"{demo}"} import write_demo
 
 write_demo("demo", n_files={N_FILES})
 results = lm.build_all("demo", out_dir="mels", progress="none")
 checked = [bool(lm.verify(r.path, root=f"demo/{{r.path.name.split('_')[0]}}").ok) for r in results]
-row, label = lm.open_dataset(results[0].path)[0]
+made = lm.open_dataset(results[0].path)
+row, label = made[0]
 try:
     lm.train
     missing = ""
 except ImportError as e:
     missing = str(e)
 loaded = [name for name in {EXTRA_MODULES!r} if name in sys.modules]
-print(json.dumps(dict(rows=sum(r.rows for r in results), checked=checked, shape=row.shape, missing=missing, loaded=loaded)))
+content = hashlib.sha256(b"".join(bytes(x) for x, _ in made)).hexdigest()
+found = dict(rows=sum(r.rows for r in results), checked=checked, shape=row.shape, missing=missing, loaded=loaded)
+print(json.dumps(found | dict(python=sys.version_info[:2], content=content)))
 """
 
 
@@ -75,25 +78,29 @@ def test_a_build_loads_nothing_of_the_extras(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_base_installation_builds_verifies_and_reads(tmp_path):
-    "In a new environment with nothing but the requirements of settings.ini; commands that need an extra name it."
+@pytest.mark.parametrize(
+    "version", ["", *(pytest.param(x, marks=pytest.mark.long) for x in ("3.12", "3.13"))]
+)
+def test_the_base_installation_builds_verifies_and_reads(tmp_path, version):
+    """In a new environment with nothing but the requirements of settings.ini; commands that need an extra name it.
+
+    In other versions of Python, too, with the same data set. An editable installation then takes the place of the other.
+    """
+    interpreter = shutil.which(f"python{version}") if version else sys.executable
+    if interpreter is None:
+        pytest.skip(f"python{version} is not there")
     source = tmp_path / "source"
     for name in ("settings.ini", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         source.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "leakmel", source / "leakmel", ignore=shutil.ignore_patterns("__pycache__"))
     env = clean_env(Path.home())  # pip's settings and cache are those of the user
-    venv = [sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"]
+    venv = [interpreter, "-m", "venv", "--without-pip", tmp_path / "venv"]
     subprocess.run(venv, env=env, check=True, timeout=120)
     python = tmp_path / "venv" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python]
-    done = subprocess.run(
-        [*pip, "install", "--quiet", "--disable-pip-version-check", "--no-compile", str(source)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    pip_install = [*pip, "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    done = subprocess.run([*pip_install, source], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert not [name for name in EXTRA_MODULES if list((tmp_path / "venv").rglob(f"site-packages/{name}"))]
     work = tmp_path / "work"
@@ -116,6 +123,18 @@ def test_the_base_installation_builds_verifies_and_reads(tmp_path):
     assert helped.stderr.count("\n") == helped.stderr.count("is now"), (
         "old names say the new one, and nothing else is said"
     )
+    own = session(sys.executable, tmp_path, clean_env(tmp_path) | {"PYTHONPATH": str(ROOT)})
+    assert found["python"] == [
+        int(x) for x in (version or f"{sys.version_info[0]}.{sys.version_info[1]}").split(".")
+    ]
+    assert found["content"] == own["content"]
+    done = subprocess.run([*pip_install, "-e", source], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    left = [*(tmp_path / "venv").rglob("site-packages/leakmel/__pycache__/leakmel*.o")]
+    assert left, "the compiled code of the first installation, which hid the package of an editable one"
+    shutil.rmtree(work / "demo")
+    shutil.rmtree(work / "mels")
+    assert session(python, work, clean_env(tmp_path))["rows"] == N_FILES
 
 
 HELP = """

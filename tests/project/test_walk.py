@@ -156,23 +156,26 @@ def lengths(walk: Walk) -> None:
 def table(walk: Walk) -> None:
     "A table of German Excel: semicolons, a mark of UTF-8, decimal commas, other names of columns."
     rows = {
-        "liste.csv": [("Datei", "Zustand", "Schacht", "Pegel")],
-        "neu.csv": [("Datei", "Zustand", "Schacht", "Pegel")],
+        "liste.csv": [("Datei", "Zustand", "Schacht", "Datum", "Pegel")],
+        "neu.csv": [("Datei", "Zustand", "Schacht", "Datum", "Pegel")],
     }
     for k in range(60):
         name, file = f"Aufnahme {k:03d}.wav", ("liste.csv", "neu.csv")[k >= 40]
         put(walk.folder / ("messung", "neu")[k >= 40] / name, k % 2 == 0, k, k // 2 % 10)
         manhole = f"Schächte {k // 2 % 10 + 10 * (k >= 40)}"
-        rows[file].append((name, ("Leck", "kein Leck")[k % 2], manhole, f"0,{k}"))
+        rows[file].append(
+            (name, ("Leck", "kein Leck")[k % 2], manhole, f"{k % 28 + 1:02d}.11.2026 02:00", f"0,{k}")
+        )
     for file, own in rows.items():
         put_table(walk.folder / file, own, ";", "utf-8-sig")
     walk.type("leakmel scan messung", status=1, listing=6)
     scan = walk.proposed("scan")
-    assert scan == "leakmel scan messung --table liste.csv --columns path=Datei,label=Zustand"
-    said = walk.to_a_detector(f"{scan},sensor=Schacht")
+    columns = "path=Datei,label=Zustand,sensor=Schacht,start_time=Datum"
+    assert scan == f"leakmel scan messung --table liste.csv --columns {columns}"
+    said = walk.to_a_detector(scan)
     assert "40 recordings of 10 sensors, 5 folds by sensor" in said
     assert re.search(r"(\d+) of 40 recordings are leaks at threshold", walk.text)[1] == "20"  # type: ignore[index]
-    walk.type("leakmel scan neu --table neu.csv --columns path=Datei,label=Zustand,sensor=Schacht", listing=6)
+    walk.type(f"leakmel scan neu --table neu.csv --columns {columns}", listing=6)
     walk.type(walk.proposed("build"))
     said = walk.evaluate("neu.h5", "--training", "messung.h5")
     assert "of 10 leaks found 10; of 10 without a leak 0 false alarms" in said

@@ -126,3 +126,40 @@ def test_cells_are_looked_for_below_the_folder_only(tmp_path: Path, monkeypatch:
     ((_, file, *_),) = unused_tables(tmp_path / "d", {})
     assert file.name == "long.csv"
     assert all(path.endswith(".wav") and str(tmp_path) in path for path in asked)
+
+
+@each(
+    ("head", "cells", "expected"),
+    [
+        (
+            ("path", "label", "Logger-ID", "When"),
+            ("L1", "2026-11-01 02:00"),
+            "sensor=Logger-ID,start_time=When",
+        ),
+        (
+            ("path", "label", "Schacht Nr.", "Datum"),
+            ("S", "1.11.2026"),
+            "sensor=Schacht Nr.,start_time=Datum",
+        ),
+        # names that leakmel knows need no proposal; two of a kind are for a person to choose from
+        (("path", "label", "sensor", "start_time"), ("L1", "2026-11-01 02:00"), ""),
+        (("path", "label", "sensor", "Logger"), ("L1", "A"), ""),
+        (("path", "label", "From", "Until"), ("2026-11-01", "2026-11-02"), ""),
+        # other words and other cells, and names that cannot be typed
+        (("path", "label", "Operator", "Length"), ("Ann", "20"), ""),
+        (("path", "label", "Pipe, no", "a=b"), ("3", "2026-11-01"), ""),
+    ],
+)
+def test_sensor_and_time_of_a_table_are_proposed(tmp_path, head, cells, expected) -> None:
+    put(tmp_path / "d", "a.wav")
+    table(tmp_path / "list.csv", head, ("a.wav", "leak", *cells), ("b.wav", "no leak", *cells))
+    ((kind, *_, columns),) = unused_tables(tmp_path / "d", {})
+    assert (kind, columns) == ("table", expected)
+
+
+def test_a_column_that_does_not_always_hold_a_time_is_not_proposed(tmp_path: Path) -> None:
+    put(tmp_path / "d", "a.wav")
+    rows = [("a.wav", "leak", "2026-11-01"), ("b.wav", "no leak", "unknown")]
+    table(tmp_path / "list.csv", ("path", "label", "When"), *rows)
+    ((*_, columns),) = unused_tables(tmp_path / "d", {})
+    assert columns == ""

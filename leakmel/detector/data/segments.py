@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/detector/data/segments.ipynb #3b30aff2
+import logging
 import math
 import os
 import zlib
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice, pairwise
 from typing import Any, TypeVar
 
@@ -44,8 +45,8 @@ def find_label(
         raise UsageError(
             "the label does not exist in the data set",
             code="unknown-label",
-            found=repr(wanted),
-            expected=f"one of {', '.join(map(show_path, class_names)) or 'no labels'}",
+            found=", ".join(map(show_path, class_names)) or "no labels",
+            expected=repr(wanted),
             remedy=remedy,
         )
     if len(found) > 1:
@@ -114,24 +115,33 @@ class Task:
         return f"Task({self.kind}: {names}; leak is {show_path(self.leak_label)}{more})"
 
 # %% ../../../nbs/detector/data/segments.ipynb #46965131
+@cache  # once for each label
+def _tell(text: str) -> None:
+    logging.getLogger("leakmel").warning(text)
+
+
 def make_task(
     class_names: Sequence[str],  # of the data set, in id order
-    leak_label: str = "LEAK",  # whole name of the leak label, ignoring case
+    leak_label: str = "LEAK",  # whole name of the leak label, ignoring case; LEAK also means the only label that names leaks
     *,
     kind: str = MULTICLASS,  # "binary": all other labels are one class
     leave_out: Sequence[str] = (),  # labels whose recordings are not used
 ) -> Task:  # raises UsageError for unknown labels, and if fewer than two classes are left
     "Create the task of classifying the labels of a data set."
     names = tuple(class_names)
-    remedy = (
-        f"name the label of leaks: leak_label='{(likely_leaks(names) or names[-1:])[0]}'" if names else ""
-    )
+    likely = likely_leaks(names)
+    remedy = f"name the label of leaks: leak_label='{(likely or names[-1:])[0]}'" if names else ""
     if len(names) == 1:
         raise UsageError(
             "all recordings have one label, and a detector needs recordings with and without a leak",
             code="invalid-task",
             found=f"only {show_path(names[0])}",
             remedy="put them into one folder for each label, or name their labels in a table",
+        )
+    if leak_label == "LEAK" and len(likely) == 1 and likely[0].casefold() != "leak":
+        leak_label = likely[0]
+        _tell(
+            f"{show_path(leak_label)} is taken as the label of leaks, because it is the only one that names them"
         )
     leak = find_label(leak_label, names, remedy)
     out = {find_label(name, class_names) for name in leave_out}

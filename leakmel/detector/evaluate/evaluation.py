@@ -350,11 +350,12 @@ def evaluation_answer(
         new = "cannot be told, because the sensors of the recordings are not known"
     elif held < stats.MIN_GROUPS:
         new = f"cannot be told, because a label comes from {how_many(held, noun_of(by))}, and {stats.MIN_GROUPS} are needed"
-    lines = [f"{LEAKY_SPLIT}{' --full says why' * brief}"] * e.leaky
+    more = f" (and {len(e.stamps) - 1} more: --full)" * (brief and len(e.stamps) > 1)
+    lines = [stamp + more for stamp in e.stamps[: 1 if brief else None]]
     lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
     lines += [f"not shown to be better than: {', '.join(worse)}"] * bool(worse and level == "yes")
     others = [caution for caution in e.cautions if caution not in new]
-    cautions = others[:1] if brief else (*e.stamps, *others)
+    cautions = others[:1] if brief else others
     more = f" (and {len(others) - 1} more: --full)" * (brief and len(others) > 1)
     lines.append(f"at a new {by if e.has_groups else 'sensor'}: {new}")
     reached = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}; cross-validation promised"
