@@ -21,7 +21,7 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any, NamedTuple
 
-from leakmel.core.errors import DataError, missing_remedy, show_path
+from leakmel.core.errors import DataError, LeakmelError, missing_remedy, show_path
 from leakmel.core.locks import lock_kind
 from leakmel.core.monitor import cgroup_limits, cpu_quota, free_memory, usable_cores, wsl_version
 from leakmel.core.progress import size_text
@@ -508,7 +508,8 @@ def check_line(key: str, folder: Path) -> Check:
         figures = line.measure(folder)
     except Exception as e:
         is_absent = isinstance(e, ImportError) or getattr(e, "code", "") in ("engine-missing", "no-device")
-        found = "not measured: " + f"{type(e).__name__}: {e}".rstrip(": ")
+        kind = "" if isinstance(e, LeakmelError) else f"{type(e).__name__}: "
+        found = f"not measured: {kind}{e}".rstrip(": ")
         advice = "Correct the cause that the error names, then run leakmel machine doctor again"
         if is_absent and not line.needed:
             advice = "Nothing is wrong unless you want to use it"
