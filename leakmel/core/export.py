@@ -111,7 +111,7 @@ class ExportResult:
     "A finished export."
 
     path: Path  # the folder
-    format: str  # parquet, huggingface, webdataset or zarr
+    format: str  # parquet or huggingface
     rows: int
     rejected: int  # entries of the table of rejected files
     splits: tuple[str, ...]

@@ -874,9 +874,8 @@ class Export(Operation):
     int8: bool = False
     # folder of recordings on which the loss of --int8 is measured (default: some of --recordings)
     check: str | None = option(None, metavar="DIR")
-    # format: parquet (tables of recordings and rejected files), or with mels huggingface, webdataset (tar files) or zarr (default parquet); of a
-    # detector onnx
-    to: Literal["parquet", "huggingface", "webdataset", "zarr", "onnx"] | None = option(None, metavar="NAME")
+    # format: parquet (tables of recordings and rejected files), or with mels huggingface (default parquet); of a detector onnx
+    to: Literal["parquet", "huggingface", "onnx"] | None = option(None, metavar="NAME")
     # licence for card and metadata, for example CC-BY-4.0 (default: not given)
     license: str | None = option(None, metavar="TEXT")
 

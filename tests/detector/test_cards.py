@@ -267,7 +267,6 @@ def test_an_evaluation_keeps_the_licence(small_sets: Path, tmp_path: Path) -> No
     ("words", "option"),
     [
         ("export {model} --onnx --license MIT", "--license"),
-        ("export {model} --onnx --to zarr", "--to"),
         ("export {model} --onnx --to parquet", "--to"),
         ("export {model} --onnx --most 3", "--most"),
         ("export {sets} --out {new} --most 3", "--most"),
@@ -298,10 +297,10 @@ def test_commands(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     body = json.loads(capsys.readouterr().out)
     assert Path(body["card"]).is_file()
     assert (Path(body["metadata"]).is_file(), body["license"]) == (True, "MIT")
-    words = ["export", str(small_sets), "--out", str(tmp_path / "b"), "--to", "webdataset", "--json"]
+    words = ["export", str(small_sets), "--out", str(tmp_path / "b"), "--to", "parquet", "--json"]
     assert main(words) == 0
     body = json.loads(capsys.readouterr().out)
-    assert (body["format"], body["path"]) == ("webdataset", str(tmp_path / "b"))
+    assert (body["format"], body["path"]) == ("parquet", str(tmp_path / "b"))
     assert main(words) == 1
     assert json.loads(capsys.readouterr().out)["code"] == "output-exists"
 

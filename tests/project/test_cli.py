@@ -293,7 +293,7 @@ def test_invalid_choice_lists_valid_ones(data, tmp_path, say):
     assert status == 2
     assert "htk" in err
     assert "slaney" in err
-    assert "zar is unknown; did you mean zarr?" in say("export", data, "--to", "zar")[2]
+    assert "parqet is unknown; did you mean parquet?" in say("export", data, "--to", "parqet")[2]
     assert "did you mean training?" in say("scan", data, "--split", "trainin")[2]
     assert "leakmel train mels --out detector" in say("predict", data)[2], "a way to a detector"
     status, _, err = say("build", data, "--out", tmp_path / "x.h5", "--split", "holdout")
