@@ -51,7 +51,6 @@ GROUPS: dict[str, tuple[type[Operation], ...]] = {
         extras.Review,
         extras.Suggest,
         extras.Similar,
-        extras.Embed,
         extras.Correlate,
     ),
     "exchange": (extras.Export, extras.Card, extras.Labels, extras.Page),

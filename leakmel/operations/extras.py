@@ -424,35 +424,23 @@ class Review(Operation):
         )
 
 # %% ../../nbs/operations/extras.ipynb #39db6bae
-@dataclass(frozen=True, kw_only=True)
-class _Embedding(Operation):
-    "What similar and embed have in common."
-
-    # detector: model.pt from leakmel train, the folder of a training, or the folder of retraining rounds (its champion) (default: band statistics in dB,
-    # which need no training)
-    model: str | None = option(None, metavar="FILE")
-    # recordings of a folder: spec: as much as a row of a data set holds; whole: all of them (default: as stored, else spec)
-    length: Literal["spec", "whole"] | None = option(None, metavar="NAME")
-    # folder without --model: sample rate (default: that of most recordings)
-    sample_rate: int | None = None
-    # folder without --model: length of a recording (default: that of most recordings)
-    duration_s: float | None = option(None, metavar="S")
-
-    @property
-    def features(self) -> dict[str, float] | None:
-        "The features that are given for a folder; None: those of most recordings."
-        given = {"sample_rate": self.sample_rate, "duration_s": self.duration_s}
-        return {name: v for name, v in given.items() if v is not None} or None
-
-
 @operation("similar", example="leakmel similar new.wav --in recordings --n 10")
-class Similar(_Embedding):
+class Similar(Operation):
     "Find the recordings that are most similar to a recording, with their labels; copies are marked."
 
     # recording to compare with the others
     file: str = option(positional=True)
-    # data set, folder of recordings in any subfolders, or file of leakmel similar --store
+    # data set, or folder of recordings in any subfolders
     among: str = option(name="in", metavar="PLACE")
+    # detector: model.pt from leakmel train, the folder of a training, or the folder of retraining rounds (its champion) (default: band statistics in dB,
+    # which need no training)
+    model: str | None = option(None, metavar="FILE")
+    # recordings of a folder: spec: as much as a row of a data set holds; whole: all of them
+    length: Literal["spec", "whole"] = option("spec", metavar="NAME")
+    # folder without --model: sample rate (default: that of most recordings)
+    sample_rate: int | None = None
+    # folder without --model: length of a recording (default: that of most recordings)
+    duration_s: float | None = option(None, metavar="S")
     # recordings to find
     n: int = 10
     # also write the table and mel spectrograms as one HTML file
@@ -460,13 +448,14 @@ class Similar(_Embedding):
 
     def __call__(self, run: Run) -> Outcome:
         page = check_report(self.html) if self.html else None
+        given = {"sample_rate": self.sample_rate, "duration_s": self.duration_s}
         found = lm.similar(
             self.file,
             self.among,
             k=self.n,
             model=self.model,
             length=self.length,
-            spec=self.features,
+            spec={name: v for name, v in given.items() if v is not None} or None,
             progress=run.progress,
         )
         again = self.typed("--html", free_name("similar.html"))
@@ -479,34 +468,6 @@ class Similar(_Embedding):
             write_report(page, "Similar recordings", f"{found.finding}\n{head}", sections)
             text += f"\nreport: {show_path(page)}"
         return Outcome(found, found.summary | {"html": page and show_path(page)}, text)
-
-
-@operation(
-    "embed", words="similar --store", example="leakmel similar --store recordings --out recordings.npz"
-)
-class Embed(_Embedding):
-    "Store a vector for each recording, by which similar recordings are found."
-
-    # data set, or folder of recordings in any subfolders
-    source: str = option(positional=True)
-    # file of the embeddings, for leakmel similar --in (.npz)
-    out: str = option(metavar="FILE")
-
-    def __call__(self, run: Run) -> Outcome:
-        out = user_path(self.out)
-        found = lm.embed(
-            self.model,
-            self.source,
-            out=out,
-            spec=self.features,
-            length=self.length or "spec",
-            progress=run.progress,
-        )
-        text = run.answer(
-            [f"{found!r}, {found.seconds:.1f} s", f"embeddings in {show_path(out)}"],
-            next=f"leakmel similar RECORDING.wav --in {shlex.quote(show_path(out))}",
-        )
-        return Outcome(found, found.summary | {"out": show_path(out)}, text)
 
 # %% ../../nbs/operations/extras.ipynb #086491df
 def correlation_page(found: Any, path: Path) -> Path:
