@@ -54,7 +54,7 @@ GROUPS: dict[str, tuple[type[Operation], ...]] = {
         extras.Correlate,
     ),
     "exchange": (extras.Export, extras.Card, extras.Labels, extras.Page),
-    "machine": (extras.Doctor, extras.Tune, extras.Bench, extras.Cache),
+    "machine": (extras.Doctor, extras.Tune, extras.Bench),
 }
 OPERATIONS: dict[str, type[Operation]] = {
     cls.command.name: cls for classes in GROUPS.values() for cls in classes

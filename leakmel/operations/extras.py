@@ -43,7 +43,7 @@ from leakmel.core.operation import (
     write_summary,
 )
 from leakmel.core.parameters import Kinds
-from leakmel.core.progress import Progress, print_error, size_text
+from leakmel.core.progress import Progress, print_error
 from leakmel.core.threads import start_process
 from leakmel.detector.model.settings import CheckpointSettings, RoundRules, TrainSettings
 from leakmel.operations.data import WithFeatures
@@ -942,46 +942,6 @@ class Page(Operation):
         return Outcome(path, {"path": show_path(path), "figures": n_figures}, show_path(path))
 
 # %% ../../nbs/operations/extras.ipynb #52155d09
-@operation("cache", words="machine cache", example="leakmel machine cache clear --unused-days 30")
-class Cache(Operation):
-    "List or remove the cache files of mode memmap."
-
-    # list the cache files, or remove them
-    what: Literal["list", "clear"] = option(metavar="list|clear", positional=True)
-    # folder of the cache files (default: LEAKMEL_CACHE_DIR, or leakmel in the user's cache folder)
-    cache_dir: str | None = None
-    # clear only files that were not used for N days; 0: all
-    unused_days: float = option(0, metavar="N")
-
-    def __call__(self, run: Run) -> Outcome:
-        from leakmel.dataset.modes import cache_folder, clear_cache, list_cache
-
-        folder, is_list = cache_folder(self.cache_dir), self.what == "list"
-        files = list_cache(folder) if is_list else clear_cache(folder, unused_days=self.unused_days)
-        n_bytes = sum(f.n_bytes for f in files)
-        there = show_path(folder) if folder.is_dir() else f"{show_path(folder)} (no such folder)"
-        count = f"{'' if is_list else 'removed '}{how_many(len(files), 'cache file')}"
-        lines = [f"{count}, {size_text(n_bytes)} in {there}"]
-        for f in files:
-            what = f.problem or f"{how_many(f.recordings, 'recording')} of {f.folder}"
-            lines.append(
-                f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}"
-            )
-
-        text = run.answer(
-            lines, next="leakmel machine cache clear --unused-days 30" * bool(is_list and files)
-        )
-        return Outcome(
-            files,
-            {
-                "folder": show_path(folder),
-                "n_bytes": n_bytes,
-                "files": [vars(f) | {"path": show_path(f.path)} for f in files],
-            },
-            text,
-        )
-
-
 @operation(
     "tune",
     words="machine tune",
