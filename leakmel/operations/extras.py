@@ -825,16 +825,10 @@ class Export(Operation):
     out: str | None = option(None, metavar="PATH")
     # --to onnx: write an ONNX file: samples in, calibrated probability out; it needs ONNX Runtime, and no leakmel
     onnx: bool = False
-    # folder of recordings on which the file is compared with leakmel predict before it is written (default: synthetic signals); label folders add AUC and
-    # balanced accuracy
+    # folder of recordings on which the file is compared with leakmel predict before it is written (default: synthetic signals)
     recordings: str | None = option(None, metavar="DIR")
     # --recordings: number that is compared, evenly over the folder (default 64)
     most: int | None = None
-    # quantize the network to 8-bit integers, with ranges from some of --recordings; the loss is measured on the others, outside the training where possible,
-    # and stored
-    int8: bool = False
-    # folder of recordings on which the loss of --int8 is measured (default: some of --recordings)
-    check: str | None = option(None, metavar="DIR")
     # format: parquet (tables of recordings and rejected files), or with mels huggingface (default parquet); of a detector onnx
     to: Literal["parquet", "huggingface", "onnx"] | None = option(None, metavar="NAME")
     # licence for card and metadata, for example CC-BY-4.0 (default: not given)
@@ -859,8 +853,6 @@ class Export(Operation):
             None if self.out is None else user_path(self.out),
             recordings=self.recordings,
             most=64 if self.most is None else self.most,
-            int8=self.int8,
-            check=self.check,
             progress=run.progress,
         )
         text = run.answer([done.text], next=f"leakmel export --card {shlex.quote(self.file)}")
@@ -879,7 +871,7 @@ class Export(Operation):
                 remedy="add --onnx",
             )
         refuse_unused(
-            {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")},
+            {f"--{name}": getattr(self, name) for name in ("recordings", "most")},
             "without --onnx",
             "leave it out, or add --onnx for a detector",
         )

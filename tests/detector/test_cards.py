@@ -270,7 +270,6 @@ def test_an_evaluation_keeps_the_licence(small_sets: Path, tmp_path: Path) -> No
         ("export {model} --onnx --to parquet", "--to"),
         ("export {model} --onnx --most 3", "--most"),
         ("export {sets} --out {new} --most 3", "--most"),
-        ("export {sets} --out {new} --int8", "--int8"),
         ("export {sets} --out {new} --recordings {sets}", "--recordings"),
         ("export {state} --out {new} --license MIT", "--license"),
         ("fetch --out {new}", "--out"),
