@@ -219,63 +219,37 @@ class Fetch(Operation):
     "labels", words="export --labels", example="leakmel export --labels import recordings --into labels.csv"
 )
 class Labels(Operation):
-    "Import label tracks of Audacity and Raven into labels.csv, or export labels by people as such tracks."
+    "Import label tracks of Audacity and Raven into labels.csv."
 
-    # import label tracks into a table of decisions, or export the labels of such a table as tracks
-    what: Literal["import", "export"] = option(metavar="import|export", positional=True)
-    # import: label tracks of Audacity, selection tables of Raven, or folders of them; export: the table (labels.csv)
+    # import label tracks into a table of decisions
+    what: Literal["import"] = option(metavar="import", positional=True)
+    # label tracks of Audacity, selection tables of Raven, or folders of them
     files: Texts = option(metavar="FILE|DIR", positional=True, several=True)
-    # import: table that the decisions are appended to (labels.csv)
-    into: str | None = option(None, metavar="FILE")
-    # export: folder of the tracks; existing files are not replaced
-    to: str | None = option(None, name="out to", metavar="DIR")
-    # export: audacity or raven (default audacity)
-    format: Literal["audacity", "raven"] | None = option(None, metavar="NAME")
-    # folder of the recordings (default: import: the folder of the tracks; export: the folder of the table)
+    # table that the decisions are appended to (labels.csv)
+    into: str = option(metavar="FILE")
+    # folder of the recordings (default: the folder of the tracks)
     recordings: str | None = option(None, metavar="DIR")
-    # import: texts that are labels; other texts are comments (default LEAK,NOLEAK)
-    classes: str | None = option(None, metavar="NAME,NAME")
-    # import: the label of leaks, which a recording has if it is marked anywhere
+    # texts that are labels; other texts are comments
+    classes: str = option("LEAK,NOLEAK", metavar="NAME,NAME")
+    # the label of leaks, which a recording has if it is marked anywhere
     leak_label: str = "LEAK"
-    # import: column of selection tables that holds the text (default Annotation)
-    column: str | None = option(None, metavar="NAME")
-    # import: the person who made the tracks (default: the login name)
+    # column of selection tables that holds the text
+    column: str = option("Annotation", metavar="NAME")
+    # the person who made the tracks (default: the login name)
     by: str | None = option(None, metavar="NAME")
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.recordings.labels import export_tracks, import_tracks, login_name
+        from leakmel.recordings.labels import import_tracks, login_name
 
-        is_import = self.what == "import"
-        lost = ("format", "to") if is_import else ("into", "classes", "by", "column")
-        if wrong := [name for name in lost if getattr(self, name) is not None]:
-            raise wrong_arguments(f"The option --{wrong[0]} does not belong to labels {self.what}")
-        if is_import and self.into is None:
-            raise wrong_arguments(
-                "labels import needs label tracks and a table", expected=self.command.example
-            )
-        if not is_import and (self.to is None or len(self.files) > 1):
-            raise wrong_arguments(
-                "labels export needs one table and a folder",
-                expected="leakmel export --labels export labels.csv --out DIR",
-            )
-        made: Any
-        if is_import:
-            made = import_tracks(
-                list(self.files),
-                self.into,  # type: ignore[arg-type]
-                by=self.by or login_name(),
-                classes=[name.strip() for name in (self.classes or "LEAK,NOLEAK").split(",") if name.strip()],
-                leak_label=self.leak_label,
-                column=self.column or "Annotation",
-                recordings=self.recordings,
-            )
-        else:
-            made = export_tracks(
-                self.files[0],
-                self.to,  # type: ignore[arg-type]
-                format=self.format or "audacity",
-                recordings=self.recordings,
-            )
+        made = import_tracks(
+            list(self.files),
+            self.into,
+            by=self.by or login_name(),
+            classes=[name.strip() for name in self.classes.split(",") if name.strip()],
+            leak_label=self.leak_label,
+            column=self.column,
+            recordings=self.recordings,
+        )
         return Outcome(made, made.summary, run.answer([repr(made)]))
 
 # %% ../../nbs/operations/extras.ipynb #89c42a0f

@@ -348,7 +348,6 @@ OF_JSON = {
     "export": "export {run} --onnx --out {exported}.onnx --recordings {bad} --most 4",
     "labels import": "labels import {labelled} --into {labels}.csv --by ann",
     "review": "review {labelled} --out {lab} --no-lab",
-    "labels export": "labels export {labels}.csv --recordings {labelled} --to {tracks}",
     "fetch": "fetch aghashahi --from {raw} --out {set} --yes",
     "fetch list": "fetch",
     "correlate": "correlate {pair}.wav --distance-m 120 --speed-m-s 1200",
