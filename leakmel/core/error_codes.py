@@ -274,7 +274,6 @@ TABLES = {
         "invalid-visits": "A table of visits has a row that cannot be used.",
     },
     "Ops": {
-        "unknown-suite": "The benchmark has no suite of this name, or not with these options.",
         "invalid-effort": "The number of rounds, recordings or seconds of a measurement is too small.",
         "command-failed": "A leakmel command failed while its time was measured.",
         "benchmark-not-right": "The measured program gave wrong results, so its times are not valid.",

@@ -950,35 +950,23 @@ class Tune(WithFeatures):
         return Outcome(figures, figures, text)
 
 
-@operation("bench", words="machine bench", example="leakmel machine bench work --suite build --files 8000")
+@operation("bench", words="machine bench", example="leakmel machine bench work --files 8000")
 class Bench(Operation):
-    "Measure builds on this machine."
+    "Measure builds of synthetic recordings; suites for a GPU and for training are scripts in nbs/benchmarks."
 
     # work folder for synthetic recordings and data sets; existing recordings are reused
     dir: str = option(positional=True)
-    # suite to run: build. The suites for a GPU and for training are scripts, and comparisons with other tools are notebooks, in nbs/benchmarks
-    suite: str = "build"
     # recordings of the training split of the synthetic data set, 82 kB each
     files: int = 8000
     # measured rounds of each setting
     rounds: int = 5
-    # commit to store in the record if git is not available
-    commit: str | None = option(None, metavar="ID")
     # folder of the benchmark records
     out: str = option("runs/benchmarks", metavar="DIR")
 
     def __call__(self, run: Run) -> Outcome:
         from leakmel.extras.machine.bench import build_table, measure
 
-        record, path = measure(
-            self.suite,
-            self.dir,
-            self.out,
-            commit_id=self.commit,
-            n_files=self.files,
-            rounds=self.rounds,
-            log=print_error,
-        )
+        record, path = measure(self.dir, self.out, n_files=self.files, rounds=self.rounds, log=print_error)
         table = build_table(record).splitlines()
         # titles and the first setting; recordings, machine and check
         text = run.answer([*table[:3], *table[-2:]], [*table[3:-2], f"stored as {show_path(path)}"])
