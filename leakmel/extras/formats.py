@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy as np
 
 from leakmel.core import export
 from leakmel.core.errors import DataError, missing_remedy, require_choice, show_path
-from leakmel.core.files import digest_of_file, read_own_json
+from leakmel.core.files import read_own_json
 from leakmel.core.locks import new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
@@ -350,38 +350,6 @@ def data_set_card(
     labels = list(dict.fromkeys(label for f in facts for label in f["labels"]))
     return export.filled(_CARD, facts=facts, labels=labels, name=name, license=license or export.NOT_GIVEN)
 
-# %% ../../nbs/extras/formats.ipynb #f01d0005
-_KINDS = {  # functions of pyarrow.types -> types of schema.org; the first one that holds counts
-    "is_nested": "",
-    "is_boolean": "sc:Boolean",
-    "is_integer": "sc:Integer",
-    "is_floating": "sc:Float",
-    "is_timestamp": "sc:DateTime",
-}
-
-
-def record_set(
-    name: str,  # of the Parquet file, relative to the description
-    schema: Any,  # pyarrow.Schema of the file
-) -> dict[str, Any]:
-    "Describe the columns of a Parquet file, named relative to the description; those with nested values are left out."
-    types, table = export.require_package("pyarrow").types, Path(name).stem
-    kinds = {
-        column.name: next((k for test, k in _KINDS.items() if getattr(types, test)(column.type)), "sc:Text")
-        for column in schema
-    }
-    fields = [
-        {
-            "@type": "cr:Field",
-            "@id": f"{table}/{k:03d}",
-            "name": show_path(column),
-            "dataType": kinds[column],
-            "source": {"fileObject": {"@id": name}, "extract": {"column": column}},
-        }
-        for k, column in enumerate(filter(kinds.get, kinds))
-    ]
-    return {"@type": "cr:RecordSet", "@id": table, "name": table, "field": fields}
-
 # %% ../../nbs/extras/formats.ipynb #f0570005
 _Done = Callable[[int], object]  # called with numbers of rows, twice for each
 
@@ -502,7 +470,7 @@ MARKER = "leakmel export"
 def _write_about(
     folder: Path, sources: Sequence[ExportSource], to: str, name: str, license: str | None
 ) -> None:
-    "Write card, attributes and Croissant metadata next to the data."
+    "Write card and attributes next to the data."
     from leakmel import __version__
 
     def plain(source: ExportSource) -> dict[str, Any]:
@@ -525,18 +493,6 @@ def _write_about(
         ],
     }
     (folder / "dataset.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*.parquet"))}
-    read_schema = export.require_package("pyarrow.parquet").read_schema
-    found = export.croissant(
-        name,
-        f"Log-mel spectrograms of recordings of pipes, with labels, as {to}.",
-        {file: digest_of_file(path, "sha256") for file, path in files.items()},
-        media="application/x-parquet",
-        version=__version__,
-        license=license,
-        record_sets=[record_set(file, read_schema(path)) for file, path in files.items()],
-    )
-    (folder / "croissant.json").write_text(export.croissant_text(found), encoding="utf-8")
 
 # %% ../../nbs/extras/formats.ipynb #f057000b
 def export_dataset(
@@ -544,7 +500,7 @@ def export_dataset(
     *,
     out: str | os.PathLike,  # folder to create; it must not exist, or be empty
     to: str = "parquet",  # "parquet": the tables; "huggingface": mels, labels and tables
-    license: str | None = None,  # licence of the recordings, for card and metadata; None: not given
+    license: str | None = None,  # licence of the recordings, for the card; None: not given
     progress: str = "auto",  # as for `core.progress.Progress`
 ) -> export.ExportResult:  # raises LeakmelError
     "Export a data set in an open format; every value is read back and compared before the folder gets its name."
@@ -589,17 +545,8 @@ def _data_set_card(path: Path, license: str | None, progress: str) -> export.Car
         sources = open_sources(path, opened)
         digests = export.card_digests([s.data.path for s in sources], progress)
         facts = [data_set_facts(s) | {"sha256": digests[show_path(s.data.path.name)]} for s in sources]
-    counts = ", ".join(f"{f['split']} {f['rows']:,}" for f in facts)
-    metadata = export.croissant(
-        path.name,
-        f"Log-mel spectrograms of recordings of pipes, with labels, for the detection of leaks. Rows: {counts}.",
-        digests,
-        media="application/x-hdf5",
-        version=facts[0]["leakmel_version"],
-        date=str(facts[0].get("built", ""))[:10],
-        license=license,
-    )
-    return export.Card(data_set_card(facts, show_path(path.name), license), metadata)
+    text = data_set_card(facts, show_path(path.name), license)
+    return export.Card(text, license or export.NOT_GIVEN, digests)
 
 
 def _is_data_set(path: Path) -> bool:
@@ -620,13 +567,13 @@ def _is_data_set(path: Path) -> bool:
 def card(
     path: str | os.PathLike,  # a data set, a detector (model.pt), or a folder of one of them
     *,
-    # folder of card and metadata, which replace earlier ones; None: nothing is written
+    # folder of the card, which replaces an earlier one; None: nothing is written
     out: str | os.PathLike | None = None,
     # licence of the recordings or of the detector, in words or as an SPDX identifier; None: as in the card that is replaced, else not given
     license: str | None = None,
     progress: str = "auto",  # as for `core.progress.Progress`
 ) -> export.Card:  # raises DataError, VerifyError, OutputError
-    "Make the card of a data set or detector, and its metadata in Croissant."
+    "Make the card of a data set or detector."
     given = Path(os.path.abspath(path))
     is_model = not _is_data_set(given)
     if is_model:
@@ -637,10 +584,7 @@ def card(
     make = card_of_model if is_model else _data_set_card
     if out is None:
         return make(given, license, progress)
-    paths = [output_path(out) / name for name in export.card_names(given, is_model)]
-    kept, metadata = export.given_before(*paths)
-    made = make(given, license or kept, progress)
-    more = {name: value for name, value in metadata.items() if name not in made.metadata}
-    made = export.Card(made.markdown, {**made.metadata, **more}, *paths)
-    made.write(*paths)
+    target = output_path(out) / export.card_name(given, is_model)
+    made = replace(make(given, license or export.license_before(target), progress), path=target)
+    made.write(target)
     return made

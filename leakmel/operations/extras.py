@@ -803,7 +803,7 @@ class Export(Operation):
     most: int | None = None
     # format: parquet (tables of recordings and rejected files), or with mels huggingface (default parquet); of a detector onnx
     to: Literal["parquet", "huggingface", "onnx"] | None = option(None, metavar="NAME")
-    # licence for card and metadata, for example CC-BY-4.0 (default: not given)
+    # licence for the card, for example CC-BY-4.0 (default: not given)
     license: str | None = option(None, metavar="TEXT")
 
     def __call__(self, run: Run) -> Outcome:
@@ -861,13 +861,13 @@ class Export(Operation):
 
 @operation("card", words="export --card", example="leakmel export --card mels.h5 --license CC-BY-4.0")
 class Card(Operation):
-    "Write the card (Markdown) and the Croissant metadata (JSON-LD) of a data set or a detector."
+    "Write the card (Markdown) of a data set or a detector: contents, origin, evaluation, licence, digests."
 
     # data set, detector (model.pt), or a folder of data sets or of a training
     file: str = option(positional=True)
-    # folder of card and metadata (default: next to the file)
+    # folder of the card (default: next to the file)
     out: str | None = option(None, metavar="DIR")
-    # licence for card and metadata, for example CC-BY-4.0 (default: not given)
+    # licence for the card, for example CC-BY-4.0 (default: not given)
     license: str | None = option(None, metavar="TEXT")
 
     def __call__(self, run: Run) -> Outcome:
@@ -883,9 +883,7 @@ class Card(Operation):
             )
         out = user_path(self.out or (given if given.is_dir() else given.parent))
         made = lm.card(given, out=out, license=self.license, progress=run.progress)
-        return Outcome(
-            made, made.summary, f"card: {made.summary['card']}\nmetadata: {made.summary['metadata']}"
-        )
+        return Outcome(made, made.summary, f"card: {made.summary['card']}")
 
 
 @operation("page", words="export --page", example="leakmel export --page out.ipynb --no-code")

@@ -406,7 +406,7 @@ def test_plain_build_imports_no_export(demo: Path, tmp_path: Path) -> None:
 import sys
 from leakmel.cli import main
 assert main(sys.argv[1:]) == 0
-packages = ("pyarrow", "datasets", "mlcroissant", "duckdb")
+packages = ("pyarrow", "datasets", "duckdb")
 print([m for m in sys.modules if m.startswith("leakmel.extras.formats") or m in packages])
 """
     words = [
