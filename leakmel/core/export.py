@@ -209,11 +209,6 @@ def _ours(path: Path) -> str:  # empty: it does not exist, or is another file
     return content.decode("utf-8", "backslashreplace") if is_ours else ""
 
 # %% ../../nbs/core/export.ipynb #11791d89
-def card_name(path: Path, is_model: bool) -> str:
-    "Return the name of the card of a file or a folder."
-    return f"{path.stem}_card.md" if is_model else f"{path.name}.card.md"
-
-
 def card_digests(files: list[Path], progress: str) -> dict[str, str]:
     "Return the SHA-256 digests of files, by name."
     n_bytes = sum(os.path.getsize(file) for file in files)

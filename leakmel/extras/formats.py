@@ -577,14 +577,14 @@ def card(
     given = Path(os.path.abspath(path))
     is_model = not _is_data_set(given)
     if is_model:
-        from leakmel.detector.model.cards import card_of_model
+        from leakmel.detector.model.cards import card_name, card_of_model
         from leakmel.detector.model.files import model_file
 
         given = Path(os.path.abspath(model_file(given)))
     make = card_of_model if is_model else _data_set_card
     if out is None:
         return make(given, license, progress)
-    target = output_path(out) / export.card_name(given, is_model)
+    target = output_path(out) / (card_name(given) if is_model else f"{given.name}.card.md")
     made = replace(make(given, license or export.license_before(target), progress), path=target)
     made.write(target)
     return made

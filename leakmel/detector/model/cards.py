@@ -154,6 +154,11 @@ def model_card(
     )
 
 
+def card_name(model: Path) -> str:
+    "Return the name of the card of a model file."
+    return f"{model.stem}_card.md"
+
+
 def is_card(f: BinaryIO) -> bool:
     "Whether a file is a model card."
     return f.read(len(export.MODEL_TITLE)) == export.MODEL_TITLE.encode()
@@ -169,7 +174,7 @@ def card_of_model(path: Path, license: str | None, progress: str) -> export.Card
 # %% ../../../nbs/detector/model/cards.ipynb #b4435879
 def update_card(detector: Detector, model: Path) -> Path:  # raises OutputError, SpaceError
     "Write the card next to a model file again; a licence that a user gave stays."
-    path = model.parent / export.card_name(model, True)
+    path = model.parent / card_name(model)
     license = export.license_before(path)
     if license is None:
         require_kind(path, "model card", is_card)
