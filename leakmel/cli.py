@@ -51,11 +51,10 @@ GROUPS: dict[str, tuple[type[Operation], ...]] = {
         extras.Review,
         extras.Suggest,
         extras.Similar,
-        extras.Embed,
         extras.Correlate,
     ),
     "exchange": (extras.Export, extras.Card, extras.Labels, extras.Page),
-    "machine": (extras.Doctor, extras.Tune, extras.Bench, extras.Cache),
+    "machine": (extras.Doctor, extras.Tune, extras.Bench),
 }
 OPERATIONS: dict[str, type[Operation]] = {
     cls.command.name: cls for classes in GROUPS.values() for cls in classes

@@ -336,7 +336,6 @@ EXTRAS = {
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
     "pyarrow": "formats",
-    "zarr": "formats",
 }
 
 

@@ -329,9 +329,6 @@ class EngineCost:
         return self.start_s + n_files / self.files_per_s
 
 
-SIZES = (1_000, 50_000, 1_000_000)  # recordings, in the table
-
-
 def engine_costs(
     spec: MelSpec,
     *,
@@ -356,15 +353,6 @@ def engine_costs(
             rate, source = measured["files_per_s"], f"measured by tune, {measured['made_utc']!s:.10}"
         found.append(EngineCost(engine, device, start_s, rate, source))
     return found
-
-
-def break_even(
-    one: EngineCost,
-    other: EngineCost,  # with the longer start-up
-) -> float:  # recordings; infinity: never
-    "Return the listing size from which the other engine is faster."
-    gain_s = 1 / one.files_per_s - 1 / other.files_per_s
-    return max(0.0, other.start_s - one.start_s) / gain_s if gain_s > 0 else math.inf
 
 # %% ../../nbs/dataset/config.ipynb #65630008
 def _kind_of(candidate: tuple[str, str]) -> tuple[str, str]:

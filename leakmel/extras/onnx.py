@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -29,13 +29,13 @@ from leakmel.core.errors import DataError, UsageError, how_many, require_count, 
 from leakmel.core.export import require_package
 from leakmel.core.files import write_whole
 from leakmel.core.store import Folder, output_path
-from leakmel.detector.data.segments import LEFT_OUT, conform_recording
-from leakmel.detector.metrics.metrics import Calibration, fit_calibration, leak_metrics, segments_needed
+from leakmel.detector.data.segments import conform_recording
+from leakmel.detector.metrics.metrics import Calibration, fit_calibration, segments_needed
 from leakmel.detector.model.detector import Detector, load_detector, platt, required_spec
 from leakmel.detector.model.files import model_file, require_kind
 from leakmel.detector.model.spectral import SpectralClassifier
 from leakmel.detector.predict.predict import predict
-from leakmel.detector.predict.scoring import find_recordings, label_in
+from leakmel.detector.predict.scoring import find_recordings
 from leakmel.mel.spec import MelSpec, hann_periodic
 from leakmel.recordings.conform import even_step
 from leakmel.recordings.demo import write_wav
@@ -211,7 +211,7 @@ INPUT = "samples"
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    "Keep the notes of exporter and quantizer on themselves out of stderr."
+    "Keep the notes of the exporter on itself out of stderr."
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -287,42 +287,6 @@ def onnx_model(detector: Detector, calibration: Calibration | None = None) -> "o
     model.graph.name = "leakmel"
     return _finished(model)
 
-# %% ../../nbs/extras/onnx.ipynb #0c00000d
-_QUANTIZED = ("Conv", "Gemm")  # operators that only the network has
-
-
-def quantized_model(model: "onnx.ModelProto", recordings: Iterable[np.ndarray]) -> "onnx.ModelProto":
-    """Return a model of `onnx_model` whose network computes with 8-bit integers.
-
-    `recordings` are typical ones, each [N] float32, from which ranges are measured. Raises UsageError where
-    there is no network.
-    """
-    import onnx
-    from onnxruntime import quantization
-
-    if not any(node.op_type in _QUANTIZED for node in model.graph.node):
-        raise UsageError(
-            "int8 quantizes a network, and this detector has none: leave int8 out", code="unused-option"
-        )
-
-    class Reader(quantization.CalibrationDataReader):
-        rows = iter([{INPUT: row[None]} for row in recordings])
-
-        def get_next(self) -> dict[str, np.ndarray] | None:
-            return next(self.rows, None)
-
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        out = Path(folder) / "model.onnx"
-        quantization.quantize_static(
-            model,
-            out,
-            Reader(),
-            op_types_to_quantize=list(_QUANTIZED),
-            per_channel=True,
-            extra_options={"CalibTensorRangeSymmetric": False},
-        )
-        return _finished(onnx.load(out))
-
 # %% ../../nbs/extras/onnx.ipynb #0d000004
 @dataclass(frozen=True, eq=False)
 class CheckRecordings:
@@ -332,30 +296,10 @@ class CheckRecordings:
     samples: np.ndarray  # [n, N] float32, full scale is 1
     segment_scores: np.ndarray  # [n, L] float32
     score: np.ndarray  # [n] float64
-    truth: np.ndarray | None = None  # [n] bool; None: not all labels are known
-    in_training: np.ndarray | None = None  # [n] bool; None: the detector does not store it
     n_left_out: int = 0  # shorter than the model's length, or rejected
 
     def __len__(self) -> int:
         return len(self.score)
-
-    def part(
-        self,
-        rows: np.ndarray,  # [k] indices
-    ) -> "CheckRecordings":
-        "Return some of the recordings by their indices [k]; nothing is left out of it."
-        arrays = {name: v[rows] for name, v in vars(self).items() if isinstance(v, np.ndarray)}
-        return replace(self, n_left_out=0, **arrays)
-
-    @property
-    def n_in_training(self) -> int | None:
-        "Number of recordings that the detector was trained on; None: it does not store them."
-        return None if self.in_training is None else int(self.in_training.sum())
-
-    @property
-    def not_in_training(self) -> np.ndarray:
-        "Indices of the recordings that the detector was not trained on; of all, where it does not store them."
-        return np.arange(len(self)) if self.in_training is None else np.flatnonzero(~self.in_training)
 
 
 def check_recordings(
@@ -366,7 +310,7 @@ def check_recordings(
     progress: str = "auto",
 ) -> CheckRecordings:  # raises DataError where none is long enough
     "Choose recordings of a folder, and score them with `predict`."
-    spec, task = required_spec(detector), detector.task
+    spec = required_spec(detector)
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="leakmel-") as made:
             write_synthetic(Path(made), spec)
@@ -398,47 +342,13 @@ def check_recordings(
             found=f"{how_many(len(chosen), 'recording')}, all shorter than {spec.duration_s:g} s or rejected",
             remedy="give a folder of recordings of the model's length",
         )
-    labels = [label_in(done.scored.paths[i]) for i in rows]
-    known = [k for k in range(len(task.class_names)) if task.to_model[k] != LEFT_OUT]
-    is_leak = {task.class_names[k]: k == task.leak_in_data for k in known}
-    marks = done.scored.in_training[rows].tolist()
     return CheckRecordings(
         "recordings",
         np.stack(list(samples.values())),
         segment_scores=np.stack([done.scored.segment_scores[i] for i in rows]),
         score=done.score[rows],
-        truth=np.array([is_leak[name] for name in labels]) if set(labels) <= is_leak.keys() else None,
-        in_training=None if None in marks else np.array(marks, bool),
         n_left_out=len(chosen) - len(rows),
     )
-
-
-def divide_recordings(
-    given: CheckRecordings, apart: CheckRecordings | None = None
-) -> tuple[np.ndarray, CheckRecordings]:
-    """Choose samples [k, N] that give the ranges of int8, and other recordings that measure the loss.
-
-    The loss is measured on `apart`, else on some of those given, outside the training where possible.
-    """
-    n = len(given)
-    if apart is not None:
-        compared = {x.tobytes() for x in apart.samples}
-        ranges = [k for k in range(n) if given.samples[k].tobytes() not in compared]
-        if not ranges:
-            raise UsageError(
-                "check needs other recordings than those for the ranges of int8",
-                code="usage",
-                remedy="give other recordings, or leave check out: the recordings are divided then",
-            )
-        return given.samples[ranges], apart
-    if n < 2:
-        raise DataError(
-            "int8 needs at least two recordings: for ranges, and for the loss", code="no-recordings"
-        )
-    rows = given.not_in_training if len(given.not_in_training) else np.arange(n)
-    if n - len(rows) < n // 2:  # too few others
-        rows = rows[::2]
-    return given.samples[np.setdiff1d(np.arange(n), rows)], given.part(rows)
 
 
 def write_synthetic(folder: Path, spec: MelSpec) -> None:
@@ -461,9 +371,6 @@ TOLERANCE = 1e-3  # of scores and probabilities
 # where one segment or one tree counts: detectors with trees, and votes other than the mean
 TOLERANCE_SINGLE = 1e-2
 TOLERANCE_SEGMENT = 2e-2  # of the score of a segment
-# of scores: more means that the recordings are not like those that the ranges were measured on
-TOLERANCE_INT8 = 0.1
-TOLERANCE_SEGMENT_INT8 = 0.2
 
 
 @dataclass(frozen=True)
@@ -472,48 +379,19 @@ class OnnxCheck:
 
     source: str  # "recordings" or "synthetic signals"
     recordings: int  # that were compared
-    in_training: int | None  # of them; None: the detector does not store its training recordings
-    ranges: int  # other recordings, from which the ranges of int8 were measured; 0: not quantized
     left_out: int  # shorter than the model's length, or rejected
     probability: float | None  # largest difference; None: the detector has no calibration
     mean_probability: float | None  # mean absolute difference
     score: float  # largest difference
     segment_score: float  # largest difference
     decisions: int  # recordings whose decision differs
-    # recordings of AUC and balanced accuracy: those outside the training, where they have both labels
-    rated: int = 0
-    rated_in_training: int | None = None
-    auc: float | None = None  # of the model; None: labels are not known
-    auc_predict: float | None = None  # of `predict`
-    balanced_accuracy: float | None = None
-    balanced_accuracy_predict: float | None = None
 
     @property
     def text(self) -> str:
         "The differences in a sentence."
         what = "score" if self.probability is None else "probability"
-        known = "an unknown number" if self.in_training is None else f"{self.in_training:,}"
-        part = f" ({known} of them part of the training)" if self.source == "recordings" else ""
-        on = f"{self.recordings:,} {self.source}{part}; {self.decisions:,} decisions differ"
-        text = f"largest difference of the {what} {getattr(self, what):.1e} on {on}"
-        if self.auc is None:
-            return text
-        on = f" on {self.rated:,} that are not part of the training" if self.rated < self.recordings else ""
-        text += f"; AUC {self.auc:.4f} (predict: {self.auc_predict:.4f}), balanced accuracy"
-        return f"{text} {self.balanced_accuracy:.4f} ({self.balanced_accuracy_predict:.4f}){on}"
-
-
-def _ratings(right: CheckRecordings, score: np.ndarray, threshold: float) -> dict[str, Any]:
-    "Return AUC and balanced accuracy of a model and of `predict`, outside the training where both labels are among these recordings."
-    for rows in (right.not_in_training, np.arange(len(right))):
-        some = right.part(rows)
-        if some.truth is not None and 0 < some.truth.sum() < len(some):
-            figures: dict[str, Any] = {"rated": len(some), "rated_in_training": some.n_in_training}
-            for of, scores in (("", score[rows]), ("_predict", some.score)):
-                found = leak_metrics(some.truth, scores, threshold)
-                figures |= {f"{n}{of}": found[n] for n in ("auc", "balanced_accuracy")}
-            return figures
-    return {}
+        on = f"{self.recordings:,} {self.source}; {self.decisions:,} decisions differ"
+        return f"largest difference of the {what} {getattr(self, what):.1e} on {on}"
 
 
 def compare_model(
@@ -522,8 +400,6 @@ def compare_model(
     calibration: Calibration | None,
     threshold: float,  # of the score
     tolerance: float,  # of scores
-    segment_tolerance: float = TOLERANCE_SEGMENT,  # of scores of segments
-    ranges: int = 0,  # recordings from which the ranges of int8 were measured
 ) -> OnnxCheck:  # raises DataError where the model differs by more
     "Compare a model with `predict`."
     import onnxruntime
@@ -537,7 +413,7 @@ def compare_model(
     score = outputs["score"].astype(np.float64)
     apart = np.abs(score - right.score)
     segments_apart = np.abs(outputs["segment_scores"] - right.segment_scores).max(1)
-    is_right = (apart <= tolerance) & (segments_apart <= segment_tolerance)
+    is_right = (apart <= tolerance) & (segments_apart <= TOLERANCE_SEGMENT)
     of_probability: dict[str, Any] = {"probability": None, "mean_probability": None}
     if calibration is not None:
         low, high = (calibration.probability(np.clip(right.score + d, 0, 1)) for d in (-tolerance, tolerance))
@@ -552,21 +428,16 @@ def compare_model(
             "the ONNX model computes other scores than the detector, so the file was not written",
             code="program-differs",
             found=f"{apart_by}, wrong in {int((~is_right).sum()):,} of {len(right):,} {right.source}",
-            expected=f"at most {tolerance:g} ({segment_tolerance:g}) apart",
-            remedy="use the detector itself (leakmel predict), and report this error"
-            if tolerance < TOLERANCE_INT8
-            else "leave int8 out, or give more recordings",
+            expected=f"at most {tolerance:g} ({TOLERANCE_SEGMENT:g}) apart",
+            remedy="use the detector itself (leakmel predict), and report this error",
         )
     return OnnxCheck(
         source=right.source,
         recordings=len(right),
-        in_training=right.n_in_training,
-        ranges=ranges,
         left_out=right.n_left_out,
         decisions=int(((score >= threshold) != (right.score >= threshold)).sum()),
         **of_probability,
         **worst,
-        **_ratings(right, score, threshold),
     )
 
 # %% ../../nbs/extras/onnx.ipynb #0d000008
@@ -584,7 +455,6 @@ def metadata_of(
     calibration: Calibration | None,
     digest: str,  # of the model file, xxh3-128; empty: a detector in memory
     check: OnnxCheck,
-    int8: OnnxCheck | None,  # None: not quantized
 ) -> dict[str, str]:
     "Return the metadata of an ONNX file."
     spec = required_spec(detector)
@@ -613,7 +483,6 @@ def metadata_of(
         "calibration": None if calibration is None else asdict(calibration),
         "reliability": [asdict(b) for b in detector.reliability],
         "check": asdict(check),
-        "int8": None if int8 is None else asdict(int8),
     }
     return texts | {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
 
@@ -625,8 +494,7 @@ class OnnxExport:
     path: Path
     kind: str  # of the detector: "cnn", "spectral" or "blend"
     n_bytes: int
-    check: OnnxCheck  # of the model in float32
-    int8: OnnxCheck | None = None  # of the quantized model; None: the file holds the model in float32
+    check: OnnxCheck
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -636,14 +504,8 @@ class OnnxExport:
     @property
     def text(self) -> str:
         "The summary as text."
-        check, int8 = self.check, self.int8
-        lines = [
-            f"{show_path(self.path)}: {self.kind} detector, {self.n_bytes:,} bytes",
-            f"{'float32: ' if int8 else ''}{check.text}",
-        ]
-        lines += [
-            f"int8: {x.text}; ranges from {how_many(x.ranges, 'other')}" for x in [int8] if x is not None
-        ]
+        check = self.check
+        lines = [f"{show_path(self.path)}: {self.kind} detector, {self.n_bytes:,} bytes", check.text]
         left_out = f"{how_many(check.left_out, 'recording')}, rejected or shorter than the model's length"
         notes = [
             (
@@ -659,7 +521,7 @@ class OnnxExport:
         return "\n  ".join([*lines, *(text for holds, text in notes if holds)])
 
     def __repr__(self) -> str:
-        return f"OnnxExport({show_path(self.path)}, {self.kind}, {self.n_bytes:,} bytes; {(self.int8 or self.check).text})"
+        return f"OnnxExport({show_path(self.path)}, {self.kind}, {self.n_bytes:,} bytes; {self.check.text})"
 
 
 def export_onnx(
@@ -671,9 +533,6 @@ def export_onnx(
     # folder on which the file is compared with `predict`; None: synthetic signals
     recordings: str | os.PathLike | None = None,
     most: int = 64,  # recordings that are compared, evenly over the folder
-    int8: bool = False,  # quantize the network to 8-bit integers; requires recordings
-    # folder on which the int8 file is compared and its loss measured; None: recordings are divided
-    check: str | os.PathLike | None = None,
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> OnnxExport:
     """Write a detector as an ONNX file from samples to the calibrated probability of a leak.
@@ -681,16 +540,6 @@ def export_onnx(
     Raises LeakmelError: DataError where scores differ by more than the tolerance; no file is written then.
     """
     require_count("most", most)
-    if int8 and recordings is None:
-        raise UsageError(
-            "int8 needs a folder of typical recordings (recordings=, --recordings)", code="usage"
-        )
-    if check is not None and not int8:
-        raise UsageError(
-            "check measures the loss of int8, and int8 was not asked for",
-            code="unused-option",
-            remedy="add int8, or give the folder as recordings",
-        )
     for package in ("onnx", "onnxruntime", "onnxscript"):
         require_package(package)  # a missing package is an error now, not after the work
     from onnx.helper import set_model_props
@@ -702,7 +551,7 @@ def export_onnx(
     else:
         file = model_file(model)
         detector, digest = load_detector(file), digest_of(file.read_bytes())
-        out = file.with_suffix(".int8.onnx" if int8 else ".onnx") if out is None else out
+        out = file.with_suffix(".onnx") if out is None else out
     path = output_path(out)
     look = partial(require_kind, path, "ONNX file of leakmel", is_onnx_of_leakmel)
     look()
@@ -710,15 +559,9 @@ def export_onnx(
     calibration = fit_calibration(detector.held_out) if detector.held_out is not None and known else None
     made = onnx_model(detector, calibration)
     right = check_recordings(recordings, detector, most=most, progress=progress)
-    facts = (calibration, detector.threshold)
     tolerance = TOLERANCE if detector.kind == "cnn" and detector.vote == "mean" else TOLERANCE_SINGLE
-    whole, small = compare_model(made, right, *facts, tolerance), None
-    if int8:
-        apart = None if check is None else check_recordings(check, detector, most=most, progress=progress)
-        ranges, right = divide_recordings(right, apart)
-        made = quantized_model(made, ranges)
-        small = compare_model(made, right, *facts, TOLERANCE_INT8, TOLERANCE_SEGMENT_INT8, len(ranges))
-    set_model_props(made, metadata_of(detector, calibration, digest, whole, small))
+    check = compare_model(made, right, calibration, detector.threshold, tolerance)
+    set_model_props(made, metadata_of(detector, calibration, digest, check))
     content = made.SerializeToString()
     write_whole(path, content, look=look)
-    return OnnxExport(path, detector.kind, len(content), whole, small)
+    return OnnxExport(path, detector.kind, len(content), check)

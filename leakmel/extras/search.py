@@ -271,18 +271,6 @@ def create_study(
         )
     return study
 
-# %% ../../nbs/extras/search.ipynb #d6d99bac
-def importances(study: Any, names: Sequence[str]) -> dict[str, float]:
-    "Compute the PED-ANOVA importance of settings: shares of sum 1, the largest first; {}: too few trials."
-    complete = [t for t in study.trials if t.state.name == "COMPLETE" and set(t.params) == set(names)]
-    if len(complete) < 20 or len({t.value for t in complete}) < 2:
-        return {}
-    tools = import_optuna().importance
-    with warnings.catch_warnings(action="ignore"):  # it is experimental
-        return tools.get_param_importances(
-            study, evaluator=tools.PedAnovaImportanceEvaluator(target_quantile=0.25), params=list(names)
-        )
-
 # %% ../../nbs/extras/search.ipynb #e70106e9
 FORMAT = "leakmel search 3"
 STATE = "search.json"
@@ -405,7 +393,6 @@ class SearchResult(RowTable):
     detector: Detector  # detector of the best trial; its record stores the search
     model_path: Path  # file of the detector
     again: tuple[Trial, ...]  # trainings with other seeds
-    importances: dict[str, float]  # searched setting -> share of the variance; empty: too few trials
     summary: dict[str, Any]  # plain values, as in summary.json
 
     @property
@@ -481,14 +468,12 @@ class SearchResult(RowTable):
         f1s = ["undefined" if None in r else f"{r[0]:.4f} to {r[1]:.4f}" for r in ranges]
         seeds = f"{' for the initial settings, '.join(f1s)} for the best ones"
         ended = ", ".join(f"{n} {how}" for how in ("pruned", "failed") if (n := s[f"{how}_trials"]))
-        shares = ", ".join(f"{n} {v:.2f}" for n, v in self.importances.items())
         texts = {
             "BEWARE": s["stamp"],
             "trials": f"{len(self.trials):,} of {s['trials_wanted']:,}{ended and f', of which {ended}'}",
             "initial": f"F1 {self.base.f1:.4f}: {changes_text(self.base.changes)}",
             "best": best.number and f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}",
             "seeds": again and f"F1 with other seeds ({again['seeds']}): {seeds}",
-            "settings": shares and f"importance (PED-ANOVA, approximate): {shares}",
             "verdict": s["verdict"],
             "note": f"{s['note']} (lm.evaluate)",
             "model": show_path(self.model_path),
@@ -633,7 +618,6 @@ class _Search:
             "other_seeds": {"seeds": len(before), **ranges} if ranges else None,
             "note": "selected by its F1 on validation, the highest of all trials: that figure is too optimistic; evaluate the model on test recordings",
         }
-        shares = importances(create_study(trials, self.space, self.base), list(self.space))
         summary = {
             "ok": True,
             **chosen,
@@ -644,7 +628,6 @@ class _Search:
             "changes": best.changes,
             "base": trials[0].changes,
             "settings": self.identity["settings"] | best.changes,
-            "importances": shares,
             "device": str(self.how["device"]),
             "seconds": sum(t.seconds for t in self.rows.values()),
         }
@@ -658,7 +641,6 @@ class _Search:
             detector=detector,
             model_path=detector.save(self.folder / MODEL),
             again=(*before, *after),
-            importances=shares,
             summary=_finite(summary),
         )
         table = result.table().reset_index().astype(object)

@@ -43,7 +43,7 @@ from leakmel.core.operation import (
     write_summary,
 )
 from leakmel.core.parameters import Kinds
-from leakmel.core.progress import Progress, print_error, size_text
+from leakmel.core.progress import Progress, print_error
 from leakmel.core.threads import start_process
 from leakmel.detector.model.settings import CheckpointSettings, RoundRules, TrainSettings
 from leakmel.operations.data import WithFeatures
@@ -219,63 +219,37 @@ class Fetch(Operation):
     "labels", words="export --labels", example="leakmel export --labels import recordings --into labels.csv"
 )
 class Labels(Operation):
-    "Import label tracks of Audacity and Raven into labels.csv, or export labels by people as such tracks."
+    "Import label tracks of Audacity and Raven into labels.csv."
 
-    # import label tracks into a table of decisions, or export the labels of such a table as tracks
-    what: Literal["import", "export"] = option(metavar="import|export", positional=True)
-    # import: label tracks of Audacity, selection tables of Raven, or folders of them; export: the table (labels.csv)
+    # import label tracks into a table of decisions
+    what: Literal["import"] = option(metavar="import", positional=True)
+    # label tracks of Audacity, selection tables of Raven, or folders of them
     files: Texts = option(metavar="FILE|DIR", positional=True, several=True)
-    # import: table that the decisions are appended to (labels.csv)
-    into: str | None = option(None, metavar="FILE")
-    # export: folder of the tracks; existing files are not replaced
-    to: str | None = option(None, name="out to", metavar="DIR")
-    # export: audacity or raven (default audacity)
-    format: Literal["audacity", "raven"] | None = option(None, metavar="NAME")
-    # folder of the recordings (default: import: the folder of the tracks; export: the folder of the table)
+    # table that the decisions are appended to (labels.csv)
+    into: str = option(metavar="FILE")
+    # folder of the recordings (default: the folder of the tracks)
     recordings: str | None = option(None, metavar="DIR")
-    # import: texts that are labels; other texts are comments (default LEAK,NOLEAK)
-    classes: str | None = option(None, metavar="NAME,NAME")
-    # import: the label of leaks, which a recording has if it is marked anywhere
+    # texts that are labels; other texts are comments
+    classes: str = option("LEAK,NOLEAK", metavar="NAME,NAME")
+    # the label of leaks, which a recording has if it is marked anywhere
     leak_label: str = "LEAK"
-    # import: column of selection tables that holds the text (default Annotation)
-    column: str | None = option(None, metavar="NAME")
-    # import: the person who made the tracks (default: the login name)
+    # column of selection tables that holds the text
+    column: str = option("Annotation", metavar="NAME")
+    # the person who made the tracks (default: the login name)
     by: str | None = option(None, metavar="NAME")
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.recordings.labels import export_tracks, import_tracks, login_name
+        from leakmel.recordings.labels import import_tracks, login_name
 
-        is_import = self.what == "import"
-        lost = ("format", "to") if is_import else ("into", "classes", "by", "column")
-        if wrong := [name for name in lost if getattr(self, name) is not None]:
-            raise wrong_arguments(f"The option --{wrong[0]} does not belong to labels {self.what}")
-        if is_import and self.into is None:
-            raise wrong_arguments(
-                "labels import needs label tracks and a table", expected=self.command.example
-            )
-        if not is_import and (self.to is None or len(self.files) > 1):
-            raise wrong_arguments(
-                "labels export needs one table and a folder",
-                expected="leakmel export --labels export labels.csv --out DIR",
-            )
-        made: Any
-        if is_import:
-            made = import_tracks(
-                list(self.files),
-                self.into,  # type: ignore[arg-type]
-                by=self.by or login_name(),
-                classes=[name.strip() for name in (self.classes or "LEAK,NOLEAK").split(",") if name.strip()],
-                leak_label=self.leak_label,
-                column=self.column or "Annotation",
-                recordings=self.recordings,
-            )
-        else:
-            made = export_tracks(
-                self.files[0],
-                self.to,  # type: ignore[arg-type]
-                format=self.format or "audacity",
-                recordings=self.recordings,
-            )
+        made = import_tracks(
+            list(self.files),
+            self.into,
+            by=self.by or login_name(),
+            classes=[name.strip() for name in self.classes.split(",") if name.strip()],
+            leak_label=self.leak_label,
+            column=self.column,
+            recordings=self.recordings,
+        )
         return Outcome(made, made.summary, run.answer([repr(made)]))
 
 # %% ../../nbs/operations/extras.ipynb #89c42a0f
@@ -333,9 +307,7 @@ class Suggest(Operation):
         return Outcome(found, found.summary, run.answer(lines, next=then))
 
 # %% ../../nbs/operations/extras.ipynb #28ffc9c8
-_QUEUES = Literal[
-    "suggested", "errors", "threshold", "kinds", "random", "duplicates", "level", "disagreements"
-]
+_QUEUES = Literal["suggested", "errors", "threshold", "random", "duplicates", "level", "disagreements"]
 
 
 @operation("review", example="leakmel review recordings --model model --by ann")
@@ -348,8 +320,8 @@ class Review(Operation):
     model: str | None = option(None, metavar="FILE")
     # table of leakmel predict or leakmel review --suggest, or cross_validation.csv (repeat for several)
     scores: Texts = option((), metavar="FILE", several=True)
-    # recordings to begin with: suggested (by leakmel review --suggest), errors (worst errors of the cross-validation), threshold (near it), kinds (of detectors
-    # that disagree), random, duplicates (with different labels), level (suspicious or silent) or disagreements (of people) (default: as the scores allow)
+    # recordings to begin with: suggested (by leakmel review --suggest), errors (worst errors of the cross-validation), threshold (near it), random,
+    # duplicates (with different labels), level (suspicious or silent) or disagreements (of people) (default: as the scores allow)
     queue: _QUEUES | None = option(None, metavar="NAME")
     # recordings in a queue
     n: int = 60
@@ -424,35 +396,23 @@ class Review(Operation):
         )
 
 # %% ../../nbs/operations/extras.ipynb #39db6bae
-@dataclass(frozen=True, kw_only=True)
-class _Embedding(Operation):
-    "What similar and embed have in common."
-
-    # detector: model.pt from leakmel train, the folder of a training, or the folder of retraining rounds (its champion) (default: band statistics in dB,
-    # which need no training)
-    model: str | None = option(None, metavar="FILE")
-    # recordings of a folder: spec: as much as a row of a data set holds; whole: all of them (default: as stored, else spec)
-    length: Literal["spec", "whole"] | None = option(None, metavar="NAME")
-    # folder without --model: sample rate (default: that of most recordings)
-    sample_rate: int | None = None
-    # folder without --model: length of a recording (default: that of most recordings)
-    duration_s: float | None = option(None, metavar="S")
-
-    @property
-    def features(self) -> dict[str, float] | None:
-        "The features that are given for a folder; None: those of most recordings."
-        given = {"sample_rate": self.sample_rate, "duration_s": self.duration_s}
-        return {name: v for name, v in given.items() if v is not None} or None
-
-
 @operation("similar", example="leakmel similar new.wav --in recordings --n 10")
-class Similar(_Embedding):
+class Similar(Operation):
     "Find the recordings that are most similar to a recording, with their labels; copies are marked."
 
     # recording to compare with the others
     file: str = option(positional=True)
-    # data set, folder of recordings in any subfolders, or file of leakmel similar --store
+    # data set, or folder of recordings in any subfolders
     among: str = option(name="in", metavar="PLACE")
+    # detector: model.pt from leakmel train, the folder of a training, or the folder of retraining rounds (its champion) (default: band statistics in dB,
+    # which need no training)
+    model: str | None = option(None, metavar="FILE")
+    # recordings of a folder: spec: as much as a row of a data set holds; whole: all of them
+    length: Literal["spec", "whole"] = option("spec", metavar="NAME")
+    # folder without --model: sample rate (default: that of most recordings)
+    sample_rate: int | None = None
+    # folder without --model: length of a recording (default: that of most recordings)
+    duration_s: float | None = option(None, metavar="S")
     # recordings to find
     n: int = 10
     # also write the table and mel spectrograms as one HTML file
@@ -460,13 +420,14 @@ class Similar(_Embedding):
 
     def __call__(self, run: Run) -> Outcome:
         page = check_report(self.html) if self.html else None
+        given = {"sample_rate": self.sample_rate, "duration_s": self.duration_s}
         found = lm.similar(
             self.file,
             self.among,
             k=self.n,
             model=self.model,
             length=self.length,
-            spec=self.features,
+            spec={name: v for name, v in given.items() if v is not None} or None,
             progress=run.progress,
         )
         again = self.typed("--html", free_name("similar.html"))
@@ -479,34 +440,6 @@ class Similar(_Embedding):
             write_report(page, "Similar recordings", f"{found.finding}\n{head}", sections)
             text += f"\nreport: {show_path(page)}"
         return Outcome(found, found.summary | {"html": page and show_path(page)}, text)
-
-
-@operation(
-    "embed", words="similar --store", example="leakmel similar --store recordings --out recordings.npz"
-)
-class Embed(_Embedding):
-    "Store a vector for each recording, by which similar recordings are found."
-
-    # data set, or folder of recordings in any subfolders
-    source: str = option(positional=True)
-    # file of the embeddings, for leakmel similar --in (.npz)
-    out: str = option(metavar="FILE")
-
-    def __call__(self, run: Run) -> Outcome:
-        out = user_path(self.out)
-        found = lm.embed(
-            self.model,
-            self.source,
-            out=out,
-            spec=self.features,
-            length=self.length or "spec",
-            progress=run.progress,
-        )
-        text = run.answer(
-            [f"{found!r}, {found.seconds:.1f} s", f"embeddings in {show_path(out)}"],
-            next=f"leakmel similar RECORDING.wav --in {shlex.quote(show_path(out))}",
-        )
-        return Outcome(found, found.summary | {"out": show_path(out)}, text)
 
 # %% ../../nbs/operations/extras.ipynb #086491df
 def correlation_page(found: Any, path: Path) -> Path:
@@ -864,20 +797,13 @@ class Export(Operation):
     out: str | None = option(None, metavar="PATH")
     # --to onnx: write an ONNX file: samples in, calibrated probability out; it needs ONNX Runtime, and no leakmel
     onnx: bool = False
-    # folder of recordings on which the file is compared with leakmel predict before it is written (default: synthetic signals); label folders add AUC and
-    # balanced accuracy
+    # folder of recordings on which the file is compared with leakmel predict before it is written (default: synthetic signals)
     recordings: str | None = option(None, metavar="DIR")
     # --recordings: number that is compared, evenly over the folder (default 64)
     most: int | None = None
-    # quantize the network to 8-bit integers, with ranges from some of --recordings; the loss is measured on the others, outside the training where possible,
-    # and stored
-    int8: bool = False
-    # folder of recordings on which the loss of --int8 is measured (default: some of --recordings)
-    check: str | None = option(None, metavar="DIR")
-    # format: parquet (tables of recordings and rejected files), or with mels huggingface, webdataset (tar files) or zarr (default parquet); of a
-    # detector onnx
-    to: Literal["parquet", "huggingface", "webdataset", "zarr", "onnx"] | None = option(None, metavar="NAME")
-    # licence for card and metadata, for example CC-BY-4.0 (default: not given)
+    # format: parquet (tables of recordings and rejected files), or with mels huggingface (default parquet); of a detector onnx
+    to: Literal["parquet", "huggingface", "onnx"] | None = option(None, metavar="NAME")
+    # licence for the card, for example CC-BY-4.0 (default: not given)
     license: str | None = option(None, metavar="TEXT")
 
     def __call__(self, run: Run) -> Outcome:
@@ -899,8 +825,6 @@ class Export(Operation):
             None if self.out is None else user_path(self.out),
             recordings=self.recordings,
             most=64 if self.most is None else self.most,
-            int8=self.int8,
-            check=self.check,
             progress=run.progress,
         )
         text = run.answer([done.text], next=f"leakmel export --card {shlex.quote(self.file)}")
@@ -919,7 +843,7 @@ class Export(Operation):
                 remedy="add --onnx",
             )
         refuse_unused(
-            {f"--{name}": getattr(self, name) for name in ("recordings", "most", "int8", "check")},
+            {f"--{name}": getattr(self, name) for name in ("recordings", "most")},
             "without --onnx",
             "leave it out, or add --onnx for a detector",
         )
@@ -937,13 +861,13 @@ class Export(Operation):
 
 @operation("card", words="export --card", example="leakmel export --card mels.h5 --license CC-BY-4.0")
 class Card(Operation):
-    "Write the card (Markdown) and the Croissant metadata (JSON-LD) of a data set or a detector."
+    "Write the card (Markdown) of a data set or a detector: contents, origin, evaluation, licence, digests."
 
     # data set, detector (model.pt), or a folder of data sets or of a training
     file: str = option(positional=True)
-    # folder of card and metadata (default: next to the file)
+    # folder of the card (default: next to the file)
     out: str | None = option(None, metavar="DIR")
-    # licence for card and metadata, for example CC-BY-4.0 (default: not given)
+    # licence for the card, for example CC-BY-4.0 (default: not given)
     license: str | None = option(None, metavar="TEXT")
 
     def __call__(self, run: Run) -> Outcome:
@@ -959,9 +883,7 @@ class Card(Operation):
             )
         out = user_path(self.out or (given if given.is_dir() else given.parent))
         made = lm.card(given, out=out, license=self.license, progress=run.progress)
-        return Outcome(
-            made, made.summary, f"card: {made.summary['card']}\nmetadata: {made.summary['metadata']}"
-        )
+        return Outcome(made, made.summary, f"card: {made.summary['card']}")
 
 
 @operation("page", words="export --page", example="leakmel export --page out.ipynb --no-code")
@@ -982,46 +904,6 @@ class Page(Operation):
         return Outcome(path, {"path": show_path(path), "figures": n_figures}, show_path(path))
 
 # %% ../../nbs/operations/extras.ipynb #52155d09
-@operation("cache", words="machine cache", example="leakmel machine cache clear --unused-days 30")
-class Cache(Operation):
-    "List or remove the cache files of mode memmap."
-
-    # list the cache files, or remove them
-    what: Literal["list", "clear"] = option(metavar="list|clear", positional=True)
-    # folder of the cache files (default: LEAKMEL_CACHE_DIR, or leakmel in the user's cache folder)
-    cache_dir: str | None = None
-    # clear only files that were not used for N days; 0: all
-    unused_days: float = option(0, metavar="N")
-
-    def __call__(self, run: Run) -> Outcome:
-        from leakmel.dataset.modes import cache_folder, clear_cache, list_cache
-
-        folder, is_list = cache_folder(self.cache_dir), self.what == "list"
-        files = list_cache(folder) if is_list else clear_cache(folder, unused_days=self.unused_days)
-        n_bytes = sum(f.n_bytes for f in files)
-        there = show_path(folder) if folder.is_dir() else f"{show_path(folder)} (no such folder)"
-        count = f"{'' if is_list else 'removed '}{how_many(len(files), 'cache file')}"
-        lines = [f"{count}, {size_text(n_bytes)} in {there}"]
-        for f in files:
-            what = f.problem or f"{how_many(f.recordings, 'recording')} of {f.folder}"
-            lines.append(
-                f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}"
-            )
-
-        text = run.answer(
-            lines, next="leakmel machine cache clear --unused-days 30" * bool(is_list and files)
-        )
-        return Outcome(
-            files,
-            {
-                "folder": show_path(folder),
-                "n_bytes": n_bytes,
-                "files": [vars(f) | {"path": show_path(f.path)} for f in files],
-            },
-            text,
-        )
-
-
 @operation(
     "tune",
     words="machine tune",
@@ -1066,35 +948,23 @@ class Tune(WithFeatures):
         return Outcome(figures, figures, text)
 
 
-@operation("bench", words="machine bench", example="leakmel machine bench work --suite build --files 8000")
+@operation("bench", words="machine bench", example="leakmel machine bench work --files 8000")
 class Bench(Operation):
-    "Measure builds on this machine."
+    "Measure builds of synthetic recordings; suites for a GPU and for training are scripts in nbs/benchmarks."
 
     # work folder for synthetic recordings and data sets; existing recordings are reused
     dir: str = option(positional=True)
-    # suite to run: build. The suites for a GPU and for training are scripts, and comparisons with other tools are notebooks, in nbs/benchmarks
-    suite: str = "build"
     # recordings of the training split of the synthetic data set, 82 kB each
     files: int = 8000
     # measured rounds of each setting
     rounds: int = 5
-    # commit to store in the record if git is not available
-    commit: str | None = option(None, metavar="ID")
     # folder of the benchmark records
     out: str = option("runs/benchmarks", metavar="DIR")
 
     def __call__(self, run: Run) -> Outcome:
         from leakmel.extras.machine.bench import build_table, measure
 
-        record, path = measure(
-            self.suite,
-            self.dir,
-            self.out,
-            commit_id=self.commit,
-            n_files=self.files,
-            rounds=self.rounds,
-            log=print_error,
-        )
+        record, path = measure(self.dir, self.out, n_files=self.files, rounds=self.rounds, log=print_error)
         table = build_table(record).splitlines()
         # titles and the first setting; recordings, machine and check
         text = run.answer([*table[:3], *table[-2:]], [*table[3:-2], f"stored as {show_path(path)}"])

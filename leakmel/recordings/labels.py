@@ -27,15 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from leakmel.core import comparison, files, locks
-from leakmel.core.errors import (
-    DataError,
-    OutputError,
-    RecordingError,
-    UsageError,
-    how_many,
-    require_choice,
-    show_path,
-)
+from leakmel.core.errors import DataError, UsageError, how_many, show_path
 from leakmel.recordings import naming, problems
 from leakmel.recordings.listing import (
     Listing,
@@ -57,7 +49,7 @@ from leakmel.recordings.tables import (
     read_text,
     row_error,
 )
-from leakmel.recordings.wav import Recording, pread_all, read_wav
+from leakmel.recordings.wav import pread_all, read_wav
 
 log = logging.getLogger("leakmel")
 
@@ -632,19 +624,6 @@ def read_track(file: str | os.PathLike, column: str = "Annotation") -> list[Time
         found.setdefault(row.get("Selection", "").strip() or f"line {k}", TimeRange(start, end, text))
     return list(found.values())
 
-
-def write_track(ranges: Iterable[TimeRange], format: str = "audacity", high_hz: float = 0) -> str:
-    "Return a label track of Audacity, or a table of Raven with an upper edge of the selections."
-    if format == "audacity":
-        return "".join(f"{r.start_s:.6f}\t{r.end_s:.6f}\t{r.text}\n" for r in ranges)
-    return (
-        f"Selection\tView\tChannel\t{_BEGIN}\t{_END}\tLow Freq (Hz)\tHigh Freq (Hz)\tAnnotation\n"
-        + "".join(
-            f"{k}\tSpectrogram 1\t1\t{r.start_s:.6f}\t{r.end_s:.6f}\t0.0\t{high_hz:g}\t{r.text}\n"
-            for k, r in enumerate(ranges, 1)
-        )
-    )
-
 # %% ../../nbs/recordings/labels.ipynb #886f1d62
 def label_of(ranges: Iterable[TimeRange], labels: Sequence[str], leak_label: str = "LEAK") -> str:
     "Derive the label of a recording from its time ranges: one of the names of classes, UNSURE or SKIPPED."
@@ -696,7 +675,7 @@ def _recording_of(track: Path, root: Path, by_stem: dict[str, list[str]], *, is_
 # %% ../../nbs/recordings/labels.ipynb #62454aa1
 @dataclass(frozen=True)
 class TrackResult:
-    "What was imported from tracks, or written as tracks."
+    "What was imported from tracks."
 
     summary: dict[str, Any]  # plain values, for machines
     text: str
@@ -796,84 +775,3 @@ def import_tracks(
     for decision in new.values():
         append_decision(into, decision)
     return _import_result(into, list(new.values()), n_same, unlabelled, lost)
-
-# %% ../../nbs/recordings/labels.ipynb #c303a29e
-TRACK_FORMATS = {"audacity": ".txt", "raven": ".selections.txt"}  # and the ends of the file names
-
-
-def _ends_of(path: str) -> list[str]:
-    "Return the path and its ends, the longest first: the path of a decision may lack the folder of a split."
-    return [path.split("/", n)[-1] for n in range(path.count("/") + 1)]
-
-
-def _labelled(root: Path, current: CurrentLabels) -> Iterator[tuple[str, Recording, str]]:
-    "Yield path, recording and label of all recordings that are found; raises DataError where several fit a path."
-    labels = dict(current.labels)
-    paths = _paths_below(root)
-    decided = [current.last[key][-1] for key in labels]
-    fitting: dict[str, list[str]] = {d.path: [] for d in decided}
-    for path in paths:
-        for end in _ends_of(path):
-            fitting.get(end, []).append(path)
-    bare = {d.path for d in decided if not d.digest}
-    met = set[str]()  # such paths, of recordings that were read
-    first = {path for found in fitting.values() for path in found}
-    for path in sorted(paths, key=lambda path: path not in first):
-        if path not in first and not any(current.last[key][-1].digest for key in labels):
-            return
-        with contextlib.suppress(RecordingError):  # damaged since it was labelled, or not a labelled one
-            recording = read_wav(root / path)
-            places = [end for end in _ends_of(path) if end in bare]
-            for place in (x for x in places if x in met):
-                raise DataError(
-                    "several recordings have the path of a decision",
-                    code="ambiguous-recording",
-                    path=root,
-                    found=", ".join(map(show_path, fitting[place])),
-                    remedy="export the labels of each split separately",
-                )
-            met.update(places)
-            key = recording.digest if recording.digest in labels else next(iter(places), "")
-            if key in labels:
-                yield path, recording, labels.pop(key)
-
-
-def export_tracks(
-    labels: str | os.PathLike,  # labels.csv, or a CSV table with path and label
-    to: str | os.PathLike,  # folder, made if it does not exist; it can be that of the recordings
-    *,
-    format: str = "audacity",  # of TRACK_FORMATS
-    recordings: str | os.PathLike | None = None,  # folder; None: that of the table
-) -> TrackResult:  # raises LeakmelError; no existing file is replaced
-    "Write a track for each recording on whose label people agree."
-    require_choice("unknown format", format, TRACK_FORMATS)
-    current, target = read_labels(labels), Path(os.path.abspath(to))
-    root = Path(os.path.abspath(recordings or Path(labels).parent))
-    texts: dict[str, str] = {}
-    for path, recording, label in _labelled(root, current):
-        name = os.path.splitext(path)[0] + TRACK_FORMATS[format]
-        if name in texts or os.path.lexists(target / name):
-            raise OutputError(
-                "the file exists, and may hold the work of a person",
-                code="other-file-in-the-way",
-                path=target / name,
-                remedy="choose a new folder",
-            )
-        texts[name] = write_track(
-            [TimeRange(0.0, recording.duration_s, label)], format, recording.sample_rate / 2
-        )
-    for name, text in texts.items():
-        with files.write_errors(target / name):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            with (target / name).open("x", encoding="utf-8") as f:
-                f.write(text)
-    rest = {
-        "not_found": len(current.labels) - len(texts),
-        "disagreements": len(current.disagreements),
-        "unsure": len(current.unsure),
-    }
-    summary = {"folder": show_path(target), "written": [*map(show_path, texts)], **rest}
-    missing = "{not_found:,} recordings not found, {disagreements:,} disagreements, {unsure:,} unsure"
-    return TrackResult(
-        summary, f"{len(texts):,} tracks in {show_path(target)}; without a track: {missing.format(**rest)}"
-    )

@@ -1,4 +1,4 @@
-"""ONNX files of each kind of detector: size, differences from `predict`, processor time of a recording, and the loss of int8."""
+"""ONNX files of each kind of detector: size, differences from `predict`, and processor time of a recording."""
 
 import csv
 import os
@@ -12,19 +12,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import leakmel as lm
-from leakmel.core.errors import DataError
 from leakmel.detector.model.detector import load_detector, required_spec
 from leakmel.extras.machine.bench import record_head, spread
 
 KINDS = ("spectral", "cnn", "blend")
-FORMS = {"float": "float32", "int8": "int8"}  # and what the tables call it
-ORIGINS = {
-    "synthetic": "synthetic recordings of other sensors",
-    "real": "every second one of each label; clips of the same recording can be in the training",
-}  # what the recordings outside the training are
+FORMS = {
+    "float": "float32",
+    "int8": "int8",
+}  # and what the tables call it; int8 is in records before 30 November
 
 
 def _demo(folder: Path, n_files: int) -> tuple[Path, list[Path]]:
@@ -53,25 +49,10 @@ def _real(folder: Path, recordings: Path) -> tuple[Path, list[Path]]:
 
 
 def _export(model: Path, root: Path, most: int) -> tuple[dict[str, Any], dict[str, Path]]:
-    "Export a detector in both forms; return the figures and the files."
-    found, files = dict[str, Any](), dict[str, Path]()
-    for form in FORMS:
-        out = model / f"{form}.onnx"
-        try:
-            done = lm.export_onnx(
-                model, out, recordings=root, most=most, int8=form == "int8", progress="none"
-            )
-        except DataError as e:
-            if form == "float" or e.code != "program-differs":
-                raise
-            found[form] = {"refused": str(e)}
-        except lm.LeakmelError as e:
-            if e.code != "unused-option":  # a detector without a network
-                raise
-        else:
-            found[form] = {"n_bytes": done.n_bytes, **asdict(done.int8 or done.check)}
-            files[form] = out
-    return found, files
+    "Export a detector; return the figures and the file."
+    out = model / "float.onnx"
+    done = lm.export_onnx(model, out, recordings=root, most=most, progress="none")
+    return {"float": {"n_bytes": done.n_bytes, **asdict(done.check)}}, {"float": out}
 
 
 def _begin(core: int) -> None:
@@ -151,9 +132,8 @@ def bench_onnx(
             how = {"epochs": epochs, "most": most, "rounds": rounds}
             found.append(measure_detector(kind, root, data, work, **how))
     limits = {"epochs": epochs, "most": most, "rounds": rounds, "threads": 1}
-    used = {root.name: ORIGINS[root.name] for root, _ in sets}
     all_ok = all(f["score"] < 0.1 for d in found for f in d["forms"].values() if "score" in f)
-    return {**head, **limits, "sets": used, "verified": {"all_ok": all_ok}, "detectors": found}
+    return {**head, **limits, "verified": {"all_ok": all_ok}, "detectors": found}
 
 
 def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -173,7 +153,7 @@ def _each(record: dict[str, Any]) -> list[tuple[list[str], dict[str, Any], dict[
 
 
 def difference_table(record: dict[str, Any] | None) -> str:
-    "Largest differences from `predict`, and AUC outside the training, as a table in Markdown."
+    "Largest differences from `predict` as a table in Markdown."
     if record is None:
         return "not measured"
 
@@ -182,20 +162,10 @@ def difference_table(record: dict[str, Any] | None) -> str:
 
     rows = []
     for cells, f, _ in _each(record):
-        auc = "none" if f["auc"] is None else f"{f['auc']:.3f}\u00a0({f['auc_predict']:.3f})"
         differences = [number(f[name]) for name in ("score", "segment_score", "probability")]
-        counts = [str(f["recordings"]), str(f["in_training"])]
-        rows.append([*cells, *counts, *differences, str(f["decisions"]), auc, str(f["rated"])])
-    head = ["recordings", "detector", "file", "compared", "in training", "score", "score of a segment"]
-    head += ["probability", "decisions that differ", "AUC (`predict`)", "recordings of the AUC"]
-    refused = [
-        f"{d['recordings']}, {d['kind']}, {FORMS[form]}: {f['refused']}"
-        for d in record["detectors"]
-        for form, f in d["forms"].items()
-        if "refused" in f
-    ]
-    notes = [f"Recordings outside the training ({name}): {what}." for name, what in record["sets"].items()]
-    return "\n\n".join([_rows(head, rows), *notes, *refused])
+        rows.append([*cells, str(f["recordings"]), *differences, str(f["decisions"])])
+    head = ["recordings", "detector", "file", "compared", "score", "score of a segment"]
+    return _rows([*head, "probability", "decisions that differ"], rows)
 
 
 def speed_table(record: dict[str, Any] | None) -> str:
@@ -210,10 +180,3 @@ def speed_table(record: dict[str, Any] | None) -> str:
         rows.append([*cells, f"{f['n_bytes'] / 1e3:,.0f}", *times])
     head = ["recordings", "detector", "file", "kB", "ONNX Runtime, ms", "`predict`, ms", "ratio"]
     return _rows(head, rows)
-
-
-def int8_loss(record: dict[str, Any]) -> tuple[float, float]:  # largest difference of the AUC, of the score
-    "Return the largest losses of int8 on recordings outside the training."
-    own = [f for _, f, _ in _each(record) if f["ranges"] and f["in_training"] == 0]
-    aucs = [abs(f["auc"] - f["auc_predict"]) for f in own if f["auc"] is not None]
-    return max(aucs, default=np.nan), max((f["score"] for f in own), default=np.nan)

@@ -16,8 +16,8 @@ from leakmel.dataset import targets
 from leakmel.dataset.config import (
     EXPECTED,
     SCHEMA,
+    EngineCost,
     PipelineConfig,
-    break_even,
     choose_engine,
     engine_costs,
     read_tuned,
@@ -54,9 +54,14 @@ def test_few_recordings_go_to_the_processor_and_many_to_a_gpu(card, tmp_path: Pa
     for word in ("1,000 recordings", "cpu on cpu", "triton on cuda", "start-up", EXPECTED):
         assert word in few.reason
     cpu, gpu = (next(c for c in engine_costs(spec, has_gpu=True) if c.engine == e) for e in ("cpu", "triton"))
-    size = break_even(cpu, gpu)
+    size = equal_size(cpu, gpu)
     assert choose_engine(spec, math.floor(size * 0.99), root=tmp_path).order[0] == ("cpu", "cpu")
     assert choose_engine(spec, math.ceil(size * 1.01), root=tmp_path).order[0] == ("triton", "cuda")
+
+
+def equal_size(one: EngineCost, other: EngineCost) -> float:
+    "The number of recordings for which both take as long."
+    return (other.start_s - one.start_s) / (1 / one.files_per_s - 1 / other.files_per_s)
 
 
 def test_cores_and_frames_count() -> None:
@@ -65,7 +70,7 @@ def test_cores_and_frames_count() -> None:
             next(c for c in engine_costs(SPEC, has_gpu=True, **given) if c.engine == e)
             for e in ("cpu", "triton")
         )
-        return break_even(cpu, gpu)
+        return equal_size(cpu, gpu)
 
     assert size(cores=2) < size(cores=4), "cores help the processor"
     costs = [engine_costs(MelSpec.preset(p), has_gpu=False, cores=2)[0] for p in ("disjoint", "overlap")]

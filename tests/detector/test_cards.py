@@ -1,11 +1,10 @@
-"Cards of data sets and detectors, Croissant metadata, and tables of predictions and of the nightly history in Parquet."
+"Cards of data sets and detectors, and tables of predictions and of the nightly history in Parquet."
 
 import csv
 import errno
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from errors import raises
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, SpaceError
-from leakmel.core.export import croissant_text
 from leakmel.detector.data.segments import make_task
 from leakmel.detector.model.card import EvaluationRecord
 from leakmel.detector.model.cards import update_card
@@ -80,23 +78,6 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def validated(path: Path, *records: str) -> list[dict[str, Any]]:
-    "Validate metadata with mlcroissant in a process of its own; return the records of some tables."
-    code = """
-import json, sys
-import mlcroissant as mlc
-data = mlc.Dataset(jsonld=sys.argv[1])
-assert not data.metadata.issues.errors, data.metadata.issues.report()
-warned = [w for w in data.metadata.issues.warnings if "citeAs" not in str(w)]
-assert not warned, warned
-plain = lambda v: v.decode() if isinstance(v, bytes) else None if v != v else str(v)
-print(json.dumps([{k: plain(v) for k, v in r.items()} for name in sys.argv[2:] for r in data.records(name)]))
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(path), *records], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 # ---- data sets
 
 
@@ -114,35 +95,12 @@ def test_card_of_a_data_set(small_sets: Path, tmp_path: Path) -> None:
     wanted = (row, f"| sensors | {sensors} |", digest, "Licence: CC-BY-4.0", "Known problems", lm.__version__)
     for part in (*wanted, *stored):
         assert part in text
-    metadata = json.loads((tmp_path / "TRAINING_DATASET.H5.croissant.json").read_text())
-    assert metadata["distribution"][0]["sha256"] == digest
-    assert metadata["license"] == "CC-BY-4.0"
+    assert (made.license, made.files) == ("CC-BY-4.0", {path.name: digest})
     whole = lm.card(small_sets, progress="none")
     assert "| validation |" in whole.markdown
     assert "Licence: not given" in whole.markdown
-    assert whole.metadata["license"] == "not given"
-    assert len(whole.metadata["distribution"]) == len(list(small_sets.glob("*_DATASET.H5")))
-
-
-@pytest.mark.slow
-def test_croissant_is_valid_and_loads_the_rows(small_sets: Path, model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("mlcroissant")
-    pytest.importorskip("pyarrow")
-    lm.card(small_sets / "TRAINING_DATASET.H5", out=tmp_path, progress="none")
-    lm.card(model, out=tmp_path, progress="none")
-    for name in ("TRAINING_DATASET.H5.croissant.json", "model_croissant.json"):
-        assert validated(tmp_path / name) == []
-    lm.export_dataset(small_sets / "VALIDATION_DATASET.H5", out=tmp_path / "tables", progress="none")
-    found = validated(tmp_path / "tables" / "croissant.json", "files")
-    with lm.open_dataset(small_sets / "VALIDATION_DATASET.H5") as ds:
-        files = ds.files
-    names = [
-        field["name"]
-        for field in json.loads((tmp_path / "tables" / "croissant.json").read_text())["recordSet"][0]["field"]
-    ]
-    places = {name: f"files/{k:03d}" for k, name in enumerate(names)}
-    for name in ("path", "label", "digest"):
-        assert [row[places[name]] for row in found] == files[name].tolist()
+    assert whole.license == "not given"
+    assert len(whole.files) == len(list(small_sets.glob("*_DATASET.H5")))
 
 
 def test_report_that_is_damaged_or_hostile_does_not_reach_the_card(small_sets: Path, tmp_path: Path) -> None:
@@ -179,7 +137,7 @@ def test_report_that_is_damaged_or_hostile_does_not_reach_the_card(small_sets: P
 
 def test_card_of_a_detector(model: Path, tmp_path: Path) -> None:
     made = lm.card(model.parent, out=tmp_path, license="MIT", progress="none")
-    assert (made.path, made.metadata_path) == (tmp_path / "model_card.md", tmp_path / "model_croissant.json")
+    assert made.path == tmp_path / "model_card.md"
     text = made.markdown
     wanted = (
         "AUC 0.91 (0.84 to 0.96)",
@@ -199,52 +157,41 @@ def test_card_replaces_cards_only(model: Path, tmp_path: Path, monkeypatch: pyte
     for _ in range(2):
         lm.card(model, out=tmp_path, progress="none")
 
-    def disk_full(*_: Any) -> str:
+    def disk_full(*_: Any, **__: Any) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as m:
-        m.setattr("leakmel.core.export.croissant_text", disk_full)
+        m.setattr(Path, "write_text", disk_full)
         with pytest.raises(SpaceError):
             lm.card(model, out=tmp_path, license="MIT", progress="none")
-    assert "MIT" not in (tmp_path / "model_card.md").read_text(), "not without its metadata"
-    assert len(os.listdir(tmp_path)) == 2
+    assert "MIT" not in (tmp_path / "model_card.md").read_text()
+    assert os.listdir(tmp_path) == ["model_card.md"]
     (tmp_path / "model_card.md").write_text("# My notes")
-    before = (tmp_path / "model_croissant.json").read_bytes()
     with raises("other-file-in-the-way", OutputError, path=tmp_path / "model_card.md"):
         lm.card(model, out=tmp_path, license="MIT", progress="none")
     assert (tmp_path / "model_card.md").read_text() == "# My notes"
-    assert (tmp_path / "model_croissant.json").read_bytes() == before
     with raises("no-such-file", DataError):
         lm.card(tmp_path / "missing.pt", progress="none")
 
 
-def test_licence_and_metadata_of_a_user_stay(model: Path, small_sets: Path, tmp_path: Path) -> None:
-    "Where an evaluation or `card` write them again; and the digest in the metadata is that of the new file."
+def test_the_licence_of_a_user_stays(model: Path, tmp_path: Path) -> None:
+    "Where an evaluation or `card` write the card again; and its digest is that of the new file."
     copy = tmp_path / "model.pt"
     copy.write_bytes(model.read_bytes())
     detector = load_detector(copy)
-    assert update_card(detector, copy).read_text().startswith("# Leak detector")
-    assert not (tmp_path / "model_croissant.json").exists(), "nobody has asked for it"
-    lm.card(copy, out=tmp_path, license="[MIT] *x*", progress="none")
-    metadata = tmp_path / "model_croissant.json"
-    metadata.write_text(croissant_text(json.loads(metadata.read_text()) | {"citeAs": "A paper"}))
-    before = json.loads(metadata.read_text())
-    replace(detector, evaluations=()).save(copy)
-    update_card(load_detector(copy), copy)
-    found = json.loads(metadata.read_text())
-    assert found["license"] == "[MIT] *x*"
-    assert found["citeAs"] == "A paper"
-    assert found["distribution"][0]["sha256"] == hashlib.sha256(copy.read_bytes()).hexdigest()
-    assert found["distribution"] != before["distribution"]
-    text = (tmp_path / "model_card.md").read_text()
-    assert found["distribution"][0]["sha256"] in text
-    (tmp_path / "model_card.md").write_text(text.replace("Licence: \\[MIT\\] \\*x\\*", "Licence: CC0-1.0"))
-    lm.card(copy, out=tmp_path, progress="none")
-    assert "Licence: CC0-1.0" in (tmp_path / "model_card.md").read_text()
-    assert json.loads(metadata.read_text())["license"] == "CC0-1.0"
-    metadata.write_text('{\n "@context": {')  # cut short
-    lm.card(copy, out=tmp_path, progress="none")
-    assert json.loads(metadata.read_text())["license"] == "CC0-1.0"
+    card = update_card(detector, copy)
+    assert card.read_text().startswith("# Leak detector")
+    assert "SHA-256" not in card.read_text(), "nobody has asked for it"
+    for license in (None, "[MIT] *x*"):
+        lm.card(copy, out=tmp_path, license=license, progress="none")
+        replace(detector, evaluations=(), engine=str(license)).save(copy)
+        update_card(load_detector(copy), copy)
+        assert hashlib.sha256(copy.read_bytes()).hexdigest() in card.read_text()
+    text = card.read_text()
+    assert "Licence: \\[MIT\\] \\*x\\*" in text
+    card.write_text(text.replace("Licence: \\[MIT\\] \\*x\\*", "Licence: CC0-1.0"))
+    assert lm.card(copy, out=tmp_path, progress="none").license == "CC0-1.0"
+    assert "Licence: CC0-1.0" in card.read_text()
 
 
 @pytest.mark.slow
@@ -256,10 +203,9 @@ def test_an_evaluation_keeps_the_licence(small_sets: Path, tmp_path: Path) -> No
     assert main(["evaluate", str(sets[1]), "--model", str(tmp_path), "--draws", "100", "--quiet"]) == 0
     digest = hashlib.sha256((tmp_path / "model.pt").read_bytes()).hexdigest()
     card = (tmp_path / "model_card.md").read_text()
-    metadata = json.loads((tmp_path / "model_croissant.json").read_text())
     assert "TESTING\\_DATASET.H5" in card
     assert "Licence: MIT" in card
-    assert (metadata["license"], metadata["distribution"][0]["sha256"]) == ("MIT", digest)
+    assert "Licence: MIT" in card
     assert digest in card
 
 
@@ -267,11 +213,9 @@ def test_an_evaluation_keeps_the_licence(small_sets: Path, tmp_path: Path) -> No
     ("words", "option"),
     [
         ("export {model} --onnx --license MIT", "--license"),
-        ("export {model} --onnx --to zarr", "--to"),
         ("export {model} --onnx --to parquet", "--to"),
         ("export {model} --onnx --most 3", "--most"),
         ("export {sets} --out {new} --most 3", "--most"),
-        ("export {sets} --out {new} --int8", "--int8"),
         ("export {sets} --out {new} --recordings {sets}", "--recordings"),
         ("export {state} --out {new} --license MIT", "--license"),
         ("fetch --out {new}", "--out"),
@@ -297,11 +241,11 @@ def test_commands(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["export", "--card", *words, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert Path(body["card"]).is_file()
-    assert (Path(body["metadata"]).is_file(), body["license"]) == (True, "MIT")
-    words = ["export", str(small_sets), "--out", str(tmp_path / "b"), "--to", "webdataset", "--json"]
+    assert body["license"] == "MIT"
+    words = ["export", str(small_sets), "--out", str(tmp_path / "b"), "--to", "parquet", "--json"]
     assert main(words) == 0
     body = json.loads(capsys.readouterr().out)
-    assert (body["format"], body["path"]) == ("webdataset", str(tmp_path / "b"))
+    assert (body["format"], body["path"]) == ("parquet", str(tmp_path / "b"))
     assert main(words) == 1
     assert json.loads(capsys.readouterr().out)["code"] == "output-exists"
 

@@ -20,7 +20,6 @@ from bench_train import card_facts
 from each import each
 from errors import raises
 
-from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, SpaceError
 from leakmel.extras.machine import bench
 from leakmel.extras.machine.bench import (
@@ -156,13 +155,6 @@ def test_missing_device_reports_a_remedy(tmp_path, monkeypatch):
     with raises("no-gpu", says="needs a CUDA device"):
         bench_gpu(tmp_path / "work")
     assert not list(tmp_path.iterdir()), "nothing is written"
-
-
-def test_the_command_names_the_scripts_of_suites_that_moved(tmp_path, capsys):
-    for suite_name in ("gpu", "train"):
-        assert main(["machine", "bench", str(tmp_path / "work"), "--suite", suite_name]) == 2
-        assert f"nbs/benchmarks/bench_{suite_name}.py WORK" in capsys.readouterr().err
-        assert (ROOT / "nbs" / "benchmarks" / f"bench_{suite_name}.py").is_file()
 
 
 # -- the plan -------------------------------------------------------------------------------------------------------------

@@ -316,23 +316,6 @@ def test_worse_trials_are_pruned(sets: Path, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_importance_is_reported_with_enough_trials(
-    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Staged(monkeypatch, lambda s, n: 0.9 - abs(s.dropout - 0.3))
-    given: dict[str, Any] = {
-        "settings": STAGED,
-        "space": {"dropout": [0.0, 0.9], "level_db": [0.0, 6.0]},
-        "again": 0,
-        "prune_after": 0,
-    }
-    assert searched(sets, tmp_path / "run", **given, trials=12).importances == {}
-    more = searched(sets, tmp_path / "run", **given, trials=20)
-    assert more.importances["dropout"] > 2 * more.importances["level_db"]
-    assert "importance (PED-ANOVA, approximate): dropout 0." in repr(more)
-
-
-@pytest.mark.slow
 def test_failed_trial_is_recorded_and_the_search_continues(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"ONNX export: each kind of detector, calibrations, int8, metadata, and what is refused."
+"ONNX export: each kind of detector, calibrations, metadata, and what is refused."
 
 import json
 import os
@@ -15,7 +15,6 @@ import onnxruntime
 import pytest
 import soundfile
 import torch
-import xxhash
 from each import each
 from errors import raises
 
@@ -23,8 +22,7 @@ import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, UsageError
 from leakmel.detector.data.segments import make_task
-from leakmel.detector.metrics.metrics import Brier, HeldOutScores, fit_calibration, leak_metrics
-from leakmel.detector.model.card import Provenance, _short_digests
+from leakmel.detector.metrics.metrics import Brier, HeldOutScores, fit_calibration
 from leakmel.detector.model.detector import BlendClassifier, BlendSettings, Classifier, Detector
 from leakmel.detector.model.net import LeakNet, NetSettings
 from leakmel.detector.model.spectral import (
@@ -37,11 +35,9 @@ from leakmel.extras import onnx as onnx_export
 from leakmel.extras.onnx import (
     TOLERANCE,
     TOLERANCE_SEGMENT,
-    CheckRecordings,
     SamplesToProbability,
     check_recordings,
     compare_model,
-    divide_recordings,
     onnx_model,
     tree_attributes,
 )
@@ -231,80 +227,6 @@ def test_segments_that_differ_are_refused_though_their_mean_does_not(detectors, 
     assert compare_model(model, near, None, 0.5, TOLERANCE).segment_score > TOLERANCE
 
 
-def metadata_check(path: Path, name: str = "int8") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(metadata(path)[name])
-    return found
-
-
-def trained_on(paths: list[Path], *, is_complete: bool = True) -> Provenance:
-    digests = [xxhash.xxh3_128_hexdigest(soundfile.read(p, dtype="int16")[0].tobytes()) for p in paths]
-    return Provenance(np.unique(_short_digests(digests)), is_complete)
-
-
-@pytest.mark.slow
-def test_the_loss_of_int8_is_measured_outside_the_training(detectors, recordings, tmp_path):
-    paths = sorted(recordings.rglob("*.wav"))
-    detector = replace(detectors["cnn"], provenance=trained_on(paths[::2]))
-    done = lm.export_onnx(
-        detector, tmp_path / "a.onnx", recordings=recordings, most=99, int8=True, progress="none"
-    )
-    n = len(paths[1::2])
-    assert done.int8 is not None
-    assert (done.check.recordings, done.check.in_training) == (len(paths), len(paths[::2]))
-    assert (done.check.rated, done.check.rated_in_training) == (n, 0)
-    assert (done.int8.recordings, done.int8.in_training, done.int8.ranges) == (n, 0, len(paths[::2]))
-    assert "0 of them part of the training" in done.int8.text
-    assert f"on {n} that are not part of the training" in done.check.text
-    assert metadata_check(done.path)["in_training"] == 0
-    # AUC is that of the recordings outside the training
-    table = lm.predict(recordings, detector, length="spec", device="cpu", progress="none").table
-    new = table[~table["in_training"]]
-    right = leak_metrics((new["label"] == "LEAK").to_numpy(), new["score"].to_numpy(), detector.threshold)
-    assert len(new) == n
-    assert (done.check.auc_predict, done.int8.auc_predict) == (right["auc"], right["auc"])
-
-
-@each(
-    ("in_training", "ranges", "measured"),
-    [
-        (None, [1, 3, 5], [0, 2, 4]),
-        ([1, 1, 1, 1, 1, 1], [1, 3, 5], [0, 2, 4]),
-        ([0, 0, 0, 0, 0, 0], [1, 3, 5], [0, 2, 4]),
-        ([1, 1, 1, 1, 1, 0], [0, 1, 2, 3, 4], [5]),
-        ([1, 0, 0, 0, 0, 0], [0, 2, 4], [1, 3, 5]),
-    ],
-)
-def test_ranges_and_loss_have_different_recordings(in_training, ranges, measured):
-    marks = None if in_training is None else np.array(in_training, bool)
-    each = np.arange(6.0)
-    given = CheckRecordings("recordings", each, each[:, None], each, each > 2, in_training=marks)
-    left, right = divide_recordings(given)
-    assert (left.tolist(), right.samples.tolist()) == (ranges, measured)
-    assert list(right.score) == measured
-    assert right.n_left_out == 0
-    with raises("no-recordings", DataError):
-        divide_recordings(given.part(np.array([0])))
-
-
-@pytest.mark.slow
-def test_int8_with_a_folder_of_its_own_for_the_loss(detectors, recordings, tmp_path):
-    detector = replace(detectors["cnn"], provenance=trained_on([], is_complete=False))
-    one, other = (
-        next(p for p in recordings.iterdir() if p.name.upper() == n) for n in ("TRAINING", "TESTING")
-    )
-    done = lm.export_onnx(
-        detector, tmp_path / "a.onnx", recordings=one, most=4, int8=True, check=other, progress="none"
-    )
-    assert done.int8 is not None
-    n_other = len(list(other.rglob("*.wav")))
-    assert (done.check.recordings, done.int8.recordings, done.int8.ranges) == (4, min(4, n_other), 4)
-    assert done.int8.in_training is None
-    assert "an unknown number of them" in done.int8.text
-    given: dict[str, Any] = {"int8": True, "recordings": one, "most": 4}
-    refused(detector, "usage", UsageError, tmp_path, check=one, **given)
-    refused(detector, "unused-option", UsageError, tmp_path, recordings=one, check=other)
-
-
 def test_metadata(detectors, tmp_path):
     brier = Brier("sensor", 12, 0.1, 0.25)
     file = replace(detectors["cnn"], reliability=(brier,)).save(tmp_path / "model.pt")
@@ -324,39 +246,12 @@ def test_metadata(detectors, tmp_path):
     assert check["score"] == done.check.score
     assert check["recordings"] == 16
     assert "least the threshold" in found["verdict"]
-    assert json.loads(found["int8"]) is None
     content = done.path.read_bytes()
     assert not any(
         word in content for word in (b"site-packages", b".py", os.fsencode(tmp_path), os.fsencode(ROOT))
     )
     again = lm.export_onnx(file, progress="none")  # replaces a file of its own kind
     assert again.path.read_bytes() == content
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cnn", "blend"])
-def test_int8(detectors, recordings, kind, tmp_path):
-    file = detectors[kind].save(tmp_path / "model.pt")
-    done = lm.export_onnx(file, recordings=recordings, most=12, int8=True, progress="none")
-    assert done.path == tmp_path / "model.int8.onnx"
-    assert done.int8 is not None
-    assert done.check.score < 1e-4 < done.int8.score < 0.05
-    assert done.int8.auc is not None
-    assert done.int8.balanced_accuracy_predict is not None
-    assert abs(done.int8.auc - done.int8.auc_predict) < 0.2  # type: ignore[operator]
-    stored = json.loads(metadata(done.path)["int8"])
-    assert stored["probability"] == done.int8.probability
-    assert "int8: largest difference" in done.text
-    weights = [v for v in onnx.load(done.path).graph.initializer if v.data_type == onnx.TensorProto.INT8]
-    assert len(weights) >= 3
-
-
-@pytest.mark.slow
-def test_int8_is_refused_without_network_or_recordings(detectors, recordings, tmp_path):
-    refused(
-        detectors["spectral"], "unused-option", UsageError, tmp_path, int8=True, recordings=recordings, most=2
-    )
-    refused(detectors["cnn"], "usage", UsageError, tmp_path, int8=True)
 
 
 def test_what_cannot_be_exported(detectors, recordings, tmp_path):

@@ -26,7 +26,6 @@ from leakmel.core.errors import DataError, LeakmelError
 from leakmel.core.files import open_private, read_own_json, sealed, sealed_json, unsealed
 from leakmel.dataset.config import PipelineConfig, this_machine, tuned_path, with_tuned, write_tuned
 from leakmel.dataset.existing import read_state, state_path
-from leakmel.dataset.modes import list_cache
 from leakmel.detector.model.files import (
     Lineage,
     latest_checkpoint,
@@ -116,14 +115,6 @@ def tuned(tmp: Path) -> Case:
 
     assert path == tuned_path(tmp / "r")
     return Case(path=path, use=use)
-
-
-def embeddings(tmp: Path) -> Case:
-    for k in range(4):
-        put(tmp / "r", f"LEAK/{k}.wav", noise(k, 3000 + k))
-    lm.embed(None, tmp / "r", out=tmp / "e.npz", spec=SPEC, progress="none")
-    use = lambda: lm.similar(tmp / "r" / "LEAK" / "1.wav", tmp / "e.npz", progress="none").table.to_csv()  # noqa: E731
-    return Case(path=tmp / "e.npz", use=use)
 
 
 def search(tmp: Path) -> Case:
@@ -239,7 +230,6 @@ CASES = {
         listing,
         listing_without_digest,
         tuned,
-        embeddings,
         search,
         champion,
         checkpoint,
@@ -300,7 +290,7 @@ def test_damage_is_refused_or_changes_nothing(
     assert case.use() == right
 
 
-@each("name", ["listing", "model", "embeddings", "tuned", "search", "champion"])
+@each("name", ["listing", "model", "tuned", "search", "champion"])
 def test_files_of_earlier_versions_without_a_digest_are_read(home: None, tmp_path: Path, name: str) -> None:
     case = CASES[name](tmp_path)
     right = case.use()
@@ -354,8 +344,6 @@ def test_caches_that_another_user_can_write_are_not_used(tmp_path: Path) -> None
         case.path.chmod(mode)
         with pytest.raises(ValueError):
             open_private(case.path)
-        (listed,) = list_cache(tmp_path / "cache")
-        assert "another user" in listed.problem
         assert case.use() == right  # made again
         assert case.path.stat().st_mode & 0o777 == 0o600
     case.path.rename(tmp_path / "elsewhere")

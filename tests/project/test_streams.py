@@ -38,12 +38,7 @@ sys.exit(cli.main())
 COMMANDS = [
     *("--version", "", "build --help-all", "init {new}/work", "scan {faulty} --content"),
     *("scan {missing} --json", "verify {good} --json", "evaluate {good} --model {missing}"),
-    *(
-        "machine cache list --cache-dir {empty}",
-        "export --page {run}.ipynb",
-        "fetch",
-        "machine bench {new}/bench --suite nonsense",
-    ),
+    *("export --page {run}.ipynb", "fetch", "machine bench {new}/bench --suite nonsense"),
     "review {network} --no-lab --out {new}/review",
 ]
 CASES = [

@@ -6,17 +6,9 @@ import pytest
 from each import each
 
 from leakmel.core.errors import DataError
-from leakmel.recordings.labels import TimeRange, label_of, read_track, write_track
+from leakmel.recordings.labels import TimeRange, label_of, read_track
 
 LABELS = ["LEAK", "NOLEAK", "PUMP"]
-
-
-def test_round_trips(tmp_path):
-    ranges = [TimeRange(0, 2.5, "LEAK"), TimeRange(1, 1, 'a "tap", loud'), TimeRange(3, 4, "")]
-    (tmp_path / "a.txt").write_text(write_track(ranges))
-    assert read_track(tmp_path / "a.txt") == ranges
-    (tmp_path / "b.txt").write_text(write_track(ranges, "raven", 2048))
-    assert read_track(tmp_path / "b.txt") == ranges
 
 
 def test_files_of_the_programs(tmp_path):

@@ -154,6 +154,11 @@ def model_card(
     )
 
 
+def card_name(model: Path) -> str:
+    "Return the name of the card of a model file."
+    return f"{model.stem}_card.md"
+
+
 def is_card(f: BinaryIO) -> bool:
     "Whether a file is a model card."
     return f.read(len(export.MODEL_TITLE)) == export.MODEL_TITLE.encode()
@@ -163,28 +168,16 @@ def card_of_model(path: Path, license: str | None, progress: str) -> export.Card
     "Make the card of a detector."
     detector = load_detector(path)
     digests = export.card_digests([path], progress)
-    metadata = export.croissant(
-        path.name,
-        f"Leak detector ({detector.kind}) for recordings of pipes. {evaluation_text(detector.evaluations)}.",
-        digests,
-        media="application/octet-stream",
-        version=str(detector.record.get("leakmel_version", "not known")),
-        license=license,
-        keywords=("leak detection", "acoustics", "detector"),
-    )
-    return export.Card(
-        model_card(detector, path.name, license=license, digest=digests[show_path(path.name)]), metadata
-    )
+    text = model_card(detector, path.name, license=license, digest=digests[show_path(path.name)])
+    return export.Card(text, license or export.NOT_GIVEN, digests)
 
 # %% ../../../nbs/detector/model/cards.ipynb #b4435879
 def update_card(detector: Detector, model: Path) -> Path:  # raises OutputError, SpaceError
-    "Write the card next to a model file again, and its metadata where there are any; what a user added to them stays."
-    path, metadata_path = (model.parent / name for name in export.card_names(model, True))
-    license, metadata = export.given_before(path, metadata_path)
-    if license is None and not metadata:
+    "Write the card next to a model file again; a licence that a user gave stays."
+    path = model.parent / card_name(model)
+    license = export.license_before(path)
+    if license is None:
         require_kind(path, "model card", is_card)
         return write_whole(path, model_card(detector, model.name))
-    made = card_of_model(model, license, "none")
-    more = {name: value for name, value in metadata.items() if name not in made.metadata}
-    export.Card(made.markdown, {**made.metadata, **more}).write(path, metadata_path)
+    card_of_model(model, license, "none").write(path)
     return path

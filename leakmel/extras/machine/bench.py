@@ -34,7 +34,6 @@ import leakmel as lm
 from leakmel.core import errors
 from leakmel.core.files import write_whole
 from leakmel.core.monitor import free_memory, machine_facts, usable_cores
-from leakmel.core.parameters import answer_unknown
 from leakmel.core.progress import Progress
 from leakmel.core.threads import start_process
 from leakmel.core.timeline import aligned
@@ -335,24 +334,14 @@ def newest(
 
 # %% ../../../nbs/extras/machine/bench.ipynb #0cd22ab5
 def measure(
-    suite: str,  # "build"
     folder: str | os.PathLike,  # work folder
     out: str | os.PathLike,  # of the records
-    *,
-    commit_id: str | None = None,  # stored if git is not available
     **options: Any,  # of `bench_build`
 ) -> tuple[dict[str, Any], Path]:  # the record and its file
-    "Measure builds and store the record; raises UsageError for another suite, OutputError for folders that cannot be written."
-    if suite != "build":
-        raise errors.UsageError(
-            f"suite {answer_unknown(suite, ['build'])}",
-            code="unknown-suite",
-            remedy="those for a GPU and for training are scripts of the checkout: nbs/benchmarks/bench_gpu.py WORK and nbs/benchmarks/bench_train.py WORK",
-        )
+    "Measure builds and store the record; raises OutputError for folders that cannot be written."
     for place in (folder, out):
         work_folder(place)
     record = bench_build(folder, **options)
-    record["commit"] = record["commit"] or commit_id
     return record, store(record, out)
 
 # %% ../../../nbs/extras/machine/bench.ipynb #7e922b11

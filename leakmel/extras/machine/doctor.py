@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../../nbs/extras/machine/doctor.ipynb #e3e3dba1
 import itertools
-import math
 import os
 import platform
 import tempfile
@@ -223,31 +222,6 @@ def measure_engine(name: str, device: str = "cpu") -> Figures:
         "with_loading_s": time.perf_counter() - began,
     }
 
-
-def measure_choice(folder: Path) -> Figures:
-    "Return which engine `auto` takes in a folder for listings of a few sizes (preset disjoint)."
-    from leakmel.dataset.config import SIZES, break_even, engine_costs, find_tuned
-    from leakmel.mel.engines import may_have_cuda
-    from leakmel.mel.spec import MelSpec
-
-    has_gpu = may_have_cuda()
-    found = engine_costs(
-        MelSpec.preset("disjoint"), has_gpu=True, rates=(find_tuned(folder) or {}).get("rates")
-    )
-    costs = {(c.engine, c.device): c for c in found}
-    size = break_even(costs["cpu", "cpu"], costs["triton", "cuda"]) if has_gpu else math.inf
-    return {
-        "gpu_from_files": None if size == math.inf else math.ceil(size),
-        "engines": [
-            {
-                **vars(c),
-                "is_here": has_gpu or c.device == "cpu",
-                "seconds": {str(n): c.seconds(n) for n in SIZES},
-            }
-            for c in found
-        ],
-    }
-
 # %% ../../../nbs/extras/machine/doctor.ipynb #ea0e4c69
 class Line(NamedTuple):
     "A line of the report."
@@ -370,7 +344,6 @@ CHECKS = {
     "engine_torch_cuda": _engine_line("engine torch, GPU", "torch", "cuda"),
     "engine_torchaudio": _engine_line("engine torchaudio", "torchaudio"),
     "engine_triton": _engine_line("engine triton", "triton", "cuda"),
-    "engine_auto": Line("engine auto", measure_choice, lambda f: True, ""),
 }  # by key, in the order of the report
 
 # %% ../../../nbs/extras/machine/doctor.ipynb #4a16a871
@@ -424,8 +397,6 @@ FIGURES = {
     "n_values": "values compared",
     "n_wrong": "values outside the tolerance",
     "with_loading_s": "seconds including start and first calls",
-    "engines": "engine, device, is_here, start_s, files_per_s, source of the rate, and seconds by number of recordings, of the preset disjoint",
-    "gpu_from_files": "number of recordings from which engine auto takes a GPU; None without a GPU, or never",
 }
 
 
@@ -516,7 +487,7 @@ def check_line(key: str, folder: Path) -> Check:
         return Check(key, line.title, "missing" if is_absent else "warn", found, advice, line.needed)
     advice = "" if line.is_right(figures) else line.remedy
     status = "missing" if (None in figures.get("versions", {}).values()) else "warn" if advice else "ok"
-    found = "; ".join(figure_text(name, value) for name, value in figures.items() if name != "engines")
+    found = "; ".join(figure_text(name, value) for name, value in figures.items())
     return Check(key, line.title, status, found, advice, line.blocks(figures), figures)
 
 
