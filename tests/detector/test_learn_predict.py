@@ -654,7 +654,9 @@ def test_command(mixed, model, tmp_path, capsys):
     for output in ("1 x not_wav", "1 x too_short", "more lines: --full"):
         assert output in text
     assert tuple(out.read_text().split("\n", 1)[0].split(",")) == tuple(prediction.SHORT_COLUMNS)
-    assert main([*words, "--quiet", "--full", "--all-columns", "--out", str(out), "--threshold", "0.6"]) == 0
+    assert (
+        main([*words, "--quiet", "--full", "--columns", "all", "--out", str(out), "--threshold", "0.6"]) == 0
+    )
     assert tuple(out.read_text().split("\n", 1)[0].split(",")) == tuple(COLUMNS)
     assert "13 scored + 2 rejected = 15 files found" in capsys.readouterr().out
     assert max(map(len, text.replace(str(tmp_path), "").replace(str(mixed.parent), "").splitlines())) <= 100
