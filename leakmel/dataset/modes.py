@@ -10,11 +10,16 @@ import json
 import logging
 import math
 import os
+import re
+import stat
 import threading
+import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any, Self
 
 import numpy as np
@@ -50,7 +55,7 @@ from leakmel.recordings.wav import CacheUse, OutOfMemory, digest_of, is_in_cache
 log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/modes.ipynb #b0560c18
-CACHE_VERSION = 8  # goes up with every change to what is cached, or to its layout
+CACHE_VERSION = 7  # goes up with every change to what is cached, or to its layout
 
 
 def cache_key(listing: Listing, spec: MelSpec) -> str:  # 32 hexadecimal digits
@@ -96,6 +101,7 @@ class SampleCache:
         self.end = n_files * self.row_bytes  # where the next float32 row goes
         self.most_bytes = most_bytes
         self.rows = np.zeros(n_files, CACHED)
+        self.about: dict[str, Any] = {}  # of a cache file: its folder, split and number of recordings
         self.path: Path | None = None  # of a cache file
         self._lock = threading.Lock()
 
@@ -123,9 +129,10 @@ class SampleCache:
             write_at(self.fd, row.data.cast("B"), place)
             rows["digest"][i] = digest_of(row)
 
-    def save(self) -> None:
+    def save(self, about: dict[str, Any]) -> None:
         "Complete a cache file with facts and footer."
-        end = sealed(self.key.encode() + self.rows.tobytes()) + self.end.to_bytes(8, "little")
+        head = json.dumps({"key": self.key} | about).encode()
+        end = sealed(head + b"\n" + self.rows.tobytes()) + self.end.to_bytes(8, "little")
         os.ftruncate(self.fd, self.end + len(end))  # more may be reserved than was needed
         write_at(self.fd, end, self.end)
 
@@ -133,8 +140,8 @@ class SampleCache:
     def open(
         cls,
         path: Path,
-        n_samples: int,  # of a row
-        key: str,  # of the recordings wanted
+        n_samples: int = 0,  # of a row; 0: rows are not read
+        key: str | None = None,  # of the recordings wanted; None: any
     ) -> Self:  # its file is open
         """Open a cache file that no other user can have written; what has its digest and its key was written by this version.
 
@@ -147,15 +154,17 @@ class SampleCache:
                 if (start := int.from_bytes(file.read(), "little")) > n:
                     raise ValueError("not a complete cache file")
                 file.seek(start)
-                content = unsealed(file.read(n - start), strict=True)
-                if not content.startswith(key.encode()):
+                head, _, rows = unsealed(file.read(n - start), strict=True).partition(b"\n")
+                about = json.loads(head)
+                if key not in (None, about["key"]):
                     raise ValueError("the cache file holds other recordings")
-                cache = cls(key, 0, n_samples, fd=os.dup(file.fileno()))
+                cache = cls(about.pop("key"), 0, n_samples, fd=os.dup(file.fileno()))
         except ValueError as e:
             raise DataError(
                 "the cache file cannot be used", code="invalid-cache-file", path=path, found=str(e)
             ) from e
-        cache.rows = np.frombuffer(content[len(key) :], CACHED)
+        cache.rows = np.frombuffer(rows, CACHED)
+        cache.about = about
         cache.path = path
         return cache
 
@@ -223,7 +232,8 @@ class CachedReader:
         until = ""
         path = self.cache.path
         if path is not None:
-            until = f", until you delete {show_path(path)}"
+            command = f"leakmel machine cache clear --cache-dir {quote(show_path(path.parent))}"
+            until = f", until {command} removes {show_path(path.name)}"
         if not self._warned:
             self._warned = True
             log.warning("%s: the recordings are read from their files instead%s", what, until)
@@ -287,6 +297,7 @@ def load(
 
 # %% ../../nbs/dataset/modes.ipynb #3fd35dab
 SUFFIX = ".samples"
+_CACHE_NAME = re.compile(r"(all|training|validation|testing)-[0-9a-f]{32}\.samples")
 
 
 def cache_folder(
@@ -323,7 +334,10 @@ def open_cache(
     def existing() -> SampleCache | None:
         with suppress(DataError, FileNotFoundError):
             if not path.is_symlink():  # else it is replaced
-                return SampleCache.open(path, n_samples, key)
+                found = SampleCache.open(path, n_samples, key)
+                with suppress(OSError):
+                    os.utime(path)  # when it was last used
+                return found
         return None
 
     def wait(holder: str) -> None:
@@ -343,7 +357,9 @@ def open_cache(
             try:
                 reserve(fd, n_bytes, partial)
                 load(reader, made, config, timeline, progress)
-                made.save()
+                made.save(
+                    {"folder": show_path(listing.folder), "split": listing.split, "recordings": len(listing)}
+                )
                 os.replace(partial, path)
             except BaseException:
                 made.close()
@@ -351,6 +367,63 @@ def open_cache(
                 raise
     made.path = path
     return made, True
+
+# %% ../../nbs/dataset/modes.ipynb #403bc574
+@dataclass(frozen=True)
+class CacheFile:
+    "A file of the cache folder."
+
+    path: Path
+    n_bytes: int
+    used_utc: str  # when it was last made or opened, ISO 8601
+    folder: str = ""  # that was read
+    split: str = ""
+    recordings: int = 0
+    problem: str = ""  # why it cannot be used; such a file is made again when it is wanted
+
+
+def list_cache(
+    cache_dir: str | os.PathLike | None = None,
+) -> list[CacheFile]:  # the one used last comes first
+    "List the files of the cache folder."
+    found = []
+    for path in cache_folder(cache_dir).glob(f"*{SUFFIX}"):
+        with suppress(FileNotFoundError):  # another process cleared it just now
+            st = path.lstat()
+            if _CACHE_NAME.fullmatch(path.name) and stat.S_ISREG(st.st_mode):
+                used = datetime.fromtimestamp(st.st_mtime, UTC).isoformat(timespec="seconds")
+                try:
+                    with closing(SampleCache.open(path)) as cache:
+                        facts = cache.about
+                except (DataError, OSError) as e:
+                    facts = {"problem": str(getattr(e, "found", e))}
+                found.append(CacheFile(path, st.st_size, used, **facts))
+    return sorted(found, key=lambda f: (f.used_utc, f.path.name), reverse=True)
+
+
+def clear_cache(
+    cache_dir: str | os.PathLike | None = None,
+    *,
+    unused_days: float = 0,  # only files that were not used for so long
+) -> list[CacheFile]:  # that were removed; raises OutputError
+    "Remove cache files, also incomplete ones; a build that uses a removed file continues with the recordings."
+    if not unused_days >= 0:
+        raise UsageError("unused_days must be 0 or more", code="usage", found=unused_days)
+    folder = cache_folder(cache_dir)
+    before = time.time() - unused_days * 86_400
+    removed = []
+    with write_errors(folder):
+        for each in list_cache(folder):
+            with suppress(FileNotFoundError):
+                if each.path.lstat().st_mtime <= before:
+                    each.path.unlink()
+                    removed.append(each)
+        for partial in folder.glob(f".*{SUFFIX}.partial"):
+            made = partial.with_name(partial.name[1:].removesuffix(".partial"))
+            if _CACHE_NAME.fullmatch(made.name):
+                with suppress(OutputError), OutputLock(made):  # else it is being made
+                    partial.unlink(missing_ok=True)
+    return removed
 
 # %% ../../nbs/dataset/modes.ipynb #9a2ae5c9
 MODES = ("auto", "stream", "preload", "memmap")

@@ -20,6 +20,7 @@ from errors import raises
 from left_threads import left_threads
 
 import leakmel as lm
+from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, OutputError, UsageError
 from leakmel.core.locks import OutputLock
 from leakmel.core.timeline import Timeline
@@ -35,6 +36,8 @@ from leakmel.dataset.modes import (
     cache_key,
     cache_path,
     choose_mode,
+    clear_cache,
+    list_cache,
     load,
 )
 from leakmel.mel.spec import MelSpec
@@ -538,6 +541,8 @@ def test_arguments_of_the_wrong_kind(tmp_path, mixed):
         lm.build(mixed, out=tmp_path / "x.h5", pipeline={"fsync": False})  # type: ignore[arg-type]
     with raises("wrong-type", UsageError, found="'x'"):
         lm.build(mixed, out=tmp_path / "x.h5", preloaded="x", progress="none")  # type: ignore[arg-type]
+    with raises("usage", UsageError, found=-1):
+        clear_cache(unused_days=-1)
 
 
 # ---- the choice, the folder, the command
@@ -579,6 +584,40 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "xdg" / "leakmel"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative, which the standard says to ignore")
     assert cache_folder() == Path.home() / ".cache" / "leakmel"
+
+
+def test_list_and_clear_by_command(tmp_path, mixed, own_cache, capsys):
+    def run(*words):
+        assert main(["machine", "cache", *words]) == 0
+        said = capsys.readouterr().out
+        return json.loads(said) if "--json" in words else said
+
+    assert run("list", "--json")["files"] == []
+    build(mixed, tmp_path / "x.h5", "memmap")
+    (own_cache / f"training-{0:032x}{SUFFIX}").write_bytes(b"half")
+    (own_cache / "notes.txt").write_text("mine")
+    (own_cache / f"blood{SUFFIX}").write_text("somebody else's")
+    (own_cache / f"folder{SUFFIX}").mkdir()
+    listed = run("list", "--json")
+    assert {f["recordings"] for f in listed["files"]} == {28, 0}
+    assert any("not a complete cache file" in f["problem"] for f in listed["files"])
+    assert f"28 recordings of {mixed}" in " ".join(run("list").split())
+    assert "removed 0 cache files" in run("clear", "--unused-days", "1")
+    assert run("clear", "--json")["n_bytes"] > 0
+    assert sorted(p.name for p in own_cache.iterdir()) == [f"blood{SUFFIX}", f"folder{SUFFIX}", "notes.txt"]
+
+
+def test_clear_keeps_a_cache_file_that_is_being_written(mixed, own_cache):
+    own_cache.mkdir()
+    target = own_cache / f"all-{1:032x}{SUFFIX}"
+    partial = own_cache / f".{target.name}.partial"
+    partial.write_bytes(b"")
+    with OutputLock(target):
+        clear_cache()
+        assert partial.exists()
+    clear_cache()
+    assert not partial.exists()
+    assert list_cache() == []
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
@@ -663,7 +702,7 @@ def test_cached_recordings_are_independent_of_labels(tmp_path, mixed, mode):
     assert got.rows > 0
 
 
-def test_damaged_and_touched_rows_are_read_again_until_the_cache_is_deleted(
+def test_damaged_and_touched_rows_are_read_again_until_the_cache_is_cleared(
     tmp_path, mixed, own_cache, caplog
 ):
     plain = build(mixed, tmp_path / "x.h5", "memmap").path.read_bytes()
@@ -677,8 +716,8 @@ def test_damaged_and_touched_rows_are_read_again_until_the_cache_is_deleted(
         again = build(mixed, tmp_path / "x.h5", "memmap")
         assert "loaded" in again.summary["mode_lines"][1]
         assert again.path.read_bytes() == plain
-        assert f"until you delete {path}" in caplog.text
-    path.unlink()
+        assert "until leakmel machine cache clear --cache-dir" in caplog.text
+    clear_cache()
     assert "created" in build(mixed, tmp_path / "x.h5", "memmap").summary["mode_lines"][1]
 
 
@@ -792,3 +831,14 @@ def test_cache_file_that_cannot_be_opened_is_kept(tmp_path, mixed, own_cache, mo
     assert again.summary["mode"] == "stream"
     assert again.path.read_bytes() == plain
     assert path.stat().st_ino == inode
+    assert os.strerror(code) in list_cache()[0].problem
+
+
+def test_clear_keeps_a_recently_used_cache_file(mixed, own_cache, monkeypatch):
+    path = own_cache / f"all-{1:032x}{SUFFIX}"
+    own_cache.mkdir()
+    path.write_bytes(b"")
+    listed = list_cache()
+    os.utime(path, (time.time() + 60,) * 2)
+    monkeypatch.setattr(modes, "list_cache", lambda folder: listed)
+    assert (clear_cache(), path.exists()) == ([], True)

@@ -26,6 +26,7 @@ from leakmel.core.errors import DataError, LeakmelError
 from leakmel.core.files import open_private, read_own_json, sealed, sealed_json, unsealed
 from leakmel.dataset.config import PipelineConfig, this_machine, tuned_path, with_tuned, write_tuned
 from leakmel.dataset.existing import read_state, state_path
+from leakmel.dataset.modes import list_cache
 from leakmel.detector.model.files import (
     Lineage,
     latest_checkpoint,
@@ -344,6 +345,8 @@ def test_caches_that_another_user_can_write_are_not_used(tmp_path: Path) -> None
         case.path.chmod(mode)
         with pytest.raises(ValueError):
             open_private(case.path)
+        (listed,) = list_cache(tmp_path / "cache")
+        assert "another user" in listed.problem
         assert case.use() == right  # made again
         assert case.path.stat().st_mode & 0o777 == 0o600
     case.path.rename(tmp_path / "elsewhere")

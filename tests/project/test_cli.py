@@ -385,7 +385,7 @@ def test_help_has_one_option_per_field(say):
         assert (status, err) == (0, "")
         assert "--json" in out
     new = {name: cls.command.words for name, cls in cli.OPERATIONS.items() if cls.command.words}
-    assert len(new) == 9
+    assert len(new) == 11
     for name, words in new.items():  # old names
         status, out, err = say(name, "--help")
         line = f"`leakmel {name}` is now `leakmel {words}`; the old name works in this release\n"
@@ -747,6 +747,7 @@ def test_verify_with_missing_root_or_unrelated_table(data, tmp_path, say):
 WRONG_WORDS = [
     ("build", "x", "--out", "y", "--mode", "fast"),
     ("scan", "x", "--most", "-1"),
+    ("cache",),
     ("scan", "x", "--contents"),
     ("nothing",),
     ("predict", "x", "--modl", "y"),
@@ -785,6 +786,12 @@ def test_missing_label_folder_and_missing_spec_file_have_remedies(tmp_path, make
     output = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5", "--spec", tmp_path / "none.json")[2]
     assert "none.json" in output
     assert "explore.ipynb" in output
+
+
+def test_cache_is_listed_in_columns(tmp_path, capsys):
+    assert main(["machine", "cache", "list", "--cache-dir", str(tmp_path / "none")]) == 0
+    assert "no such folder" in " ".join(capsys.readouterr().out.split())
+    assert main(["machine", "cache", "clear", "--cache-dir", str(tmp_path), "--unused-days", "-1"]) == 2
 
 
 # ---- on a terminal

@@ -290,6 +290,7 @@ COMMANDS = (
     "card",
     "labels",
     "page",
+    "cache",
     "bench",
     "tune",
     "doctor",
@@ -354,6 +355,7 @@ OF_JSON = {
     "export data set": "export {sets} --out {tables}",
     "card": "card {run}",
     "page": "page {run}.ipynb",
+    "cache list": "cache list",
     "error": "build {missing} --out {x}",
     "usage error": "build {made} --out {x} --no-such-option",
 }

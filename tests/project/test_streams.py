@@ -38,7 +38,12 @@ sys.exit(cli.main())
 COMMANDS = [
     *("--version", "", "build --help-all", "init {new}/work", "scan {faulty} --content"),
     *("scan {missing} --json", "verify {good} --json", "evaluate {good} --model {missing}"),
-    *("export --page {run}.ipynb", "fetch", "machine bench {new}/bench --suite nonsense"),
+    *(
+        "machine cache list --cache-dir {empty}",
+        "export --page {run}.ipynb",
+        "fetch",
+        "machine bench {new}/bench --suite nonsense",
+    ),
     "review {network} --no-lab --out {new}/review",
 ]
 CASES = [

@@ -265,6 +265,7 @@ def readme(walk: Walk) -> None:
         "export mels/TESTING_DATASET.H5 --out exported",
         "machine doctor recordings",
         "machine tune recordings/TRAINING --budget-s 5",
+        "machine cache list",
     ):
         walk.paste(f"leakmel {line}", places)
 
