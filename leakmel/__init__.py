@@ -51,6 +51,7 @@ _PUBLIC = {
     "learning_curve": "detector.evaluate.resampling",
     "LearningCurve": "detector.evaluate.resampling",
     "embed": "extras.similar",
+    "load_embeddings": "extras.similar",
     "Embeddings": "extras.similar",
     "similar": "extras.similar",
     "SimilarRecordings": "extras.similar",

@@ -45,6 +45,7 @@ from leakmel.detector.evaluate.resampling import Generalisation as Generalisatio
 from leakmel.detector.evaluate.resampling import learning_curve as learning_curve
 from leakmel.detector.evaluate.resampling import LearningCurve as LearningCurve
 from leakmel.extras.similar import embed as embed
+from leakmel.extras.similar import load_embeddings as load_embeddings
 from leakmel.extras.similar import Embeddings as Embeddings
 from leakmel.extras.similar import similar as similar
 from leakmel.extras.similar import SimilarRecordings as SimilarRecordings

@@ -1,6 +1,9 @@
-"Embeddings do not depend on batches, and the search finds what comparing all finds."
+"Embeddings do not depend on batches, files of them are read or refused, and the search finds what comparing all finds."
 
+import io
 import json
+import os
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from leakmel.detector.data.segments import Segments, make_task
 from leakmel.detector.model.detector import BlendClassifier, BlendSettings, Detector, from_plain, to_plain
 from leakmel.detector.model.spectral import SpectralClassifier, fit_spectral, spectral_features
 from leakmel.detector.predict.scoring import find_recordings
+from leakmel.extras import similar as module
 from leakmel.extras.similar import (
     SAME_CONTENT,
     SAME_FEATURES,
@@ -76,9 +80,10 @@ def test_a_network_has_no_embeddings(folder, built, tmp_path, capsys):
     with raises("not-spectral"):
         lm.similar(folder / "LEAK/copy.wav", built, model=network, **QUIET)
     model = network.save(tmp_path / "model.pt")
-    words = ["similar", str(folder / "LEAK/copy.wav"), "--in", str(folder), "--json"]
+    words = ["embed", str(folder), "--out", str(tmp_path / "e.npz"), "--json"]
     assert main([*words, "--model", str(model)]) == 2
     assert json.loads(capsys.readouterr().out)["code"] == "not-spectral"
+    assert not (tmp_path / "e.npz").exists()
 
 
 def test_a_blend_has_the_embeddings_of_its_spectral_part(built, spectral):
@@ -142,6 +147,98 @@ def test_scales_of_a_spectral_model_are_above_0(spectral):
         from_plain(head, weights | {"scale": torch.zeros_like(weights["scale"])})
 
 
+def test_stored_embeddings_are_equal_after_loading(folder, tmp_path):
+    found = lm.embed(None, folder, spec=SPEC, out=tmp_path / "e.npz", **QUIET)
+    again = lm.load_embeddings(tmp_path / "e.npz")
+    assert np.array_equal(again.vectors, found.vectors)
+    assert again.spec == SPEC
+    for name in ("paths", "labels", "digests", "kind", "identity", "sources"):
+        assert getattr(again, name) == getattr(found, name)
+    assert os.listdir(tmp_path) == ["e.npz"]
+
+
+def test_another_file_is_not_replaced(folder, tmp_path):
+    found = lm.embed(None, folder, spec=SPEC, **QUIET)
+    (tmp_path / "other.npz").write_bytes(b"mine")
+    with raises("other-file-in-the-way"):
+        found.save(tmp_path / "other.npz")
+    assert (tmp_path / "other.npz").read_bytes() == b"mine"
+    with raises("not-npz"):
+        found.save(tmp_path / "e.h5")
+
+
+def _with(path: Path, **changed: bytes) -> Path:
+    "A copy of a file of embeddings with other parts."
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_name("bad.npz"), "w") as new:
+        for info in old.infolist():
+            new.writestr(info, changed.get(info.filename.removesuffix(".npy"), old.read(info)))
+    return path.with_name("bad.npz")
+
+
+def _array(values: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    np.save(out, values, allow_pickle=True)
+    return out.getvalue()
+
+
+def test_hostile_files_are_refused(folder, tmp_path):
+    found = lm.embed(None, folder, spec=SPEC, **QUIET)
+    path, n = found.save(tmp_path / "e.npz"), len(found)
+    with np.load(path) as parts:
+        about = json.loads(parts["about"].tobytes())
+    huge = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        huge, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40, 9)}
+    )
+    bad: dict[str, dict[str, bytes]] = {
+        "pickle": {"vectors": _array(np.array([print, 1], object))},
+        "no numbers": {"vectors": _array(np.full((n, 3), np.nan, "<f4"))},
+        "other length": {"rows": _array(np.zeros(n + 1, "<i8"))},
+        "a path too few": {
+            "about": _array(
+                np.frombuffer(json.dumps(about | {"paths": about["paths"][1:]}).encode(), np.uint8)
+            )
+        },
+        "a label that is no text": {
+            "about": _array(np.frombuffer(json.dumps(about | {"labels": [5] * n}).encode(), np.uint8))
+        },
+        "huge": {"vectors": huge.getvalue()},
+        "no JSON": {"about": _array(np.zeros(4, np.uint8))},
+        "other kind": {"vectors": _array(np.zeros((n, 2), "<f8"))},
+        "no values": {"vectors": _array(np.zeros((n, 0), "<f4"))},
+        "squares that overflow": {"vectors": _array(np.full((n, 128), 3e38, "<f4"))},
+    }
+    for parts in bad.values():
+        with raises("invalid-embeddings"):
+            lm.load_embeddings(_with(path, **parts))
+    for content in (b"", b"PK\x03\x04", path.read_bytes()[:-40], b"text"):
+        (tmp_path / "cut.npz").write_bytes(content)
+        with raises("invalid-embeddings"):
+            lm.load_embeddings(tmp_path / "cut.npz")
+    with (
+        zipfile.ZipFile(path) as old,
+        zipfile.ZipFile(tmp_path / "small.npz", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info))
+    with raises("invalid-embeddings"):
+        lm.load_embeddings(tmp_path / "small.npz")
+    with raises("file-missing"):
+        lm.load_embeddings(tmp_path)
+    few = _with(path, vectors=_array(np.zeros((n, 5), "<f4")))
+    with raises("invalid-embeddings"):
+        lm.similar(folder / "LEAK/copy.wav", few, **QUIET)
+
+
+def test_an_output_is_checked_before_the_work(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "find_recordings", lambda *a, **k: pytest.fail("recordings were listed"))
+    (tmp_path / "mine.npz").write_bytes(b"mine")
+    with raises("not-npz"):
+        lm.embed(None, folder, out=tmp_path / "e.txt", spec=SPEC, **QUIET)
+    with raises("other-file-in-the-way"):
+        lm.embed(None, folder, out=tmp_path / "mine.npz", spec=SPEC, **QUIET)
+
+
 @each("name", ["query.wav", "mine.html"])
 def test_a_report_replaces_no_other_file(folder, tmp_path, name, capsys):
     (tmp_path / name).write_bytes(content := (folder / "LEAK/copy.wav").read_bytes())
@@ -180,12 +277,12 @@ def test_duplicates_are_marked_and_do_not_count_as_labels(folder):
     assert read_wav(folder / "LEAK/copy.wav").digest
 
 
-def test_data_set_folder_and_embeddings_give_the_same_neighbours(folder, built):
+def test_data_set_folder_and_stored_file_give_the_same_neighbours(folder, built, tmp_path):
     query = folder / "LEAK/long.wav"
-    given = lm.embed(None, folder, spec=SPEC, engine="cpu", **QUIET)
+    stored = lm.embed(None, folder, spec=SPEC, engine="cpu", out=tmp_path / "e.npz", **QUIET)
     tables = [
-        [(n.path, n.similarity) for n in lm.similar(query, among, k=5, spec=SPEC, **QUIET).neighbours]
-        for among in (given, folder)
+        [(n.path, n.similarity) for n in lm.similar(query, among, k=5, engine="cpu", **QUIET).neighbours]
+        for among in (stored, tmp_path / "e.npz")
     ]
     assert tables[0] == tables[1]
     of_rows = lm.similar(query, built, k=5, engine="cpu", **QUIET)
@@ -235,11 +332,12 @@ def test_wrong_input_is_named(folder, built, spectral, tmp_path):
         lm.embed(None, empty, spec=SPEC, **QUIET)
 
 
-def test_options_that_would_be_ignored_are_refused(folder, built, spectral):
+def test_options_that_would_be_ignored_are_refused(folder, built, spectral, tmp_path, capsys):
     "Embeddings know how recordings were read: the query is read in the same way."
     query = folder / "LEAK/long.wav"
-    again = lm.embed(None, folder, spec=SPEC, length="whole", **QUIET)
-    assert again.length == "whole"
+    stored = lm.embed(None, folder, spec=SPEC, length="whole", out=tmp_path / "e.npz", **QUIET)
+    again = lm.load_embeddings(tmp_path / "e.npz")
+    assert stored.length == again.length == "whole"
     assert lm.similar(query, again, **QUIET).length == "whole"
     assert (
         lm.similar(query, again, spec={"sample_rate": RATE}, **QUIET).neighbours[0].path == b"LEAK/long.wav"
@@ -248,8 +346,11 @@ def test_options_that_would_be_ignored_are_refused(folder, built, spectral):
         lm.similar(query, again, length="spec", **QUIET)
     unknown = replace(again, length="")
     assert lm.similar(query, unknown, length="spec", **QUIET).length == "spec"
-    with raises("other-embeddings", says=f"sample_rate 8000, not {RATE}"):
-        lm.similar(query, again, spec={"sample_rate": 8000}, **QUIET)
+    words = ["similar", str(query), "--in", str(tmp_path / "e.npz"), "--json"]
+    assert main([*words, "--sample-rate", "8000"]) == 1
+    body = json.loads(capsys.readouterr().out)
+    assert body["code"] == "other-embeddings"
+    assert f"sample_rate 8000, not {RATE}" in body["error"]
     for model, source in ((spectral, folder), (None, built)):
         with raises("unused-option"):
             lm.embed(model, source, spec={"sample_rate": 8000}, **QUIET)
@@ -260,12 +361,19 @@ def test_options_that_would_be_ignored_are_refused(folder, built, spectral):
 def test_commands(folder, tmp_path, capsys):
     features = ["--duration-s", "1"]
     words = [*features, "--json"]
+    assert main(["similar", "--store", str(folder), "--out", str(tmp_path / "e.npz"), *words]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["recordings"] == 17
+    assert body["values"] == 128
+    assert len(body["rejected"]) == 2
     query = str(folder / "LEAK/copy.wav")
     page = ["--html", str(tmp_path / "s.html")]
-    assert main(["similar", query, "--in", str(folder), "--n", "4", *page, *words]) == 0
+    assert main(["similar", query, "--in", str(tmp_path / "e.npz"), "--n", "4", *page, *words]) == 0
     body = json.loads(capsys.readouterr().out)
     assert next(n["path"] for n in body["neighbours"]).startswith("LEAK/")
-    assert (len(body["neighbours"]), body["recordings"], body["rejected"]) == (4, 17, 2)
+    assert len(body["neighbours"]) == 4
     assert Path(body["html"]).stat().st_size > 10_000
     assert main(["similar", query, "--in", str(folder), "--n", "4", *features, "--quiet"]) == 0
     assert "duplicate: same content" in capsys.readouterr().out
+    assert main(["similar", query, "--in", str(tmp_path / "none.npz"), *words]) == 1
+    assert json.loads(capsys.readouterr().out)["code"] == "file-missing"

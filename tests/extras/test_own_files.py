@@ -118,6 +118,14 @@ def tuned(tmp: Path) -> Case:
     return Case(path=path, use=use)
 
 
+def embeddings(tmp: Path) -> Case:
+    for k in range(4):
+        put(tmp / "r", f"LEAK/{k}.wav", noise(k, 3000 + k))
+    lm.embed(None, tmp / "r", out=tmp / "e.npz", spec=SPEC, progress="none")
+    use = lambda: lm.similar(tmp / "r" / "LEAK" / "1.wav", tmp / "e.npz", progress="none").table.to_csv()  # noqa: E731
+    return Case(path=tmp / "e.npz", use=use)
+
+
 def search(tmp: Path) -> Case:
     trials = [Trial(0, "complete", {"learning_rate": 0.01}, (0.25, 0.5), (0.75, float("nan")), 1.5)]
     write_search(tmp, {"seed": 3}, trials)
@@ -231,6 +239,7 @@ CASES = {
         listing,
         listing_without_digest,
         tuned,
+        embeddings,
         search,
         champion,
         checkpoint,
@@ -291,7 +300,7 @@ def test_damage_is_refused_or_changes_nothing(
     assert case.use() == right
 
 
-@each("name", ["listing", "model", "tuned", "search", "champion"])
+@each("name", ["listing", "model", "embeddings", "tuned", "search", "champion"])
 def test_files_of_earlier_versions_without_a_digest_are_read(home: None, tmp_path: Path, name: str) -> None:
     case = CASES[name](tmp_path)
     right = case.use()

@@ -632,6 +632,7 @@ COMMANDS_OF_PATHS: dict[str, Callable[[str], list[str]]] = {
     "doctor": lambda p: ["doctor", p],
     "review": lambda p: ["review", p, "--no-lab"],
     "fetch": lambda p: ["fetch", "dongguan", "--yes", "--from", p],
+    "embed": lambda p: ["embed", "d", "--out", "e.npz", "--model", p],
     "space": lambda p: ["search", "s.h5", "--out", "s", "--space", p],
 }
 FOLDERS = ("scan", "build", "doctor", "review")

@@ -260,6 +260,7 @@ def readme(walk: Walk) -> None:
         "review --suggest recordings --model detector --n 4 --out queue.csv",
         "review recordings --no-lab",
         f"similar {one} --in mels/TESTING_DATASET.H5 --n 2",
+        "similar --store mels/TESTING_DATASET.H5 --out stored.npz",
         f"correlate {one} {one.replace('1013', '1014')} --distance-m 100 --speed-m-s 1200 --clock-error-s 0.001",
         "nightly recordings --model detector --state nightly",
         "export mels/TESTING_DATASET.H5 --out exported",
