@@ -51,10 +51,11 @@ GROUPS: dict[str, tuple[type[Operation], ...]] = {
         extras.Review,
         extras.Suggest,
         extras.Similar,
+        extras.Embed,
         extras.Correlate,
     ),
     "exchange": (extras.Export, extras.Card, extras.Labels, extras.Page),
-    "machine": (extras.Doctor, extras.Tune, extras.Bench),
+    "machine": (extras.Doctor, extras.Tune, extras.Bench, extras.Cache),
 }
 OPERATIONS: dict[str, type[Operation]] = {
     cls.command.name: cls for classes in GROUPS.values() for cls in classes

@@ -668,7 +668,7 @@ class Predict(Operation):
     split: str | None = None
     # CSV file (columns path and label; a label can be empty): score only the recordings it lists
     table: str | None = option(None, metavar="FILE")
-    # columns of the table that have other names, for example sensor=pipe,recording=file
+    # columns of the table that have other names, for example sensor=pipe,recording=file; the word all: as --all-columns
     columns: str = option("", metavar="NAME=COLUMN,...")
     # write all columns (segment scores, signal, encoding ...), not only path, label, leak, score, probability, threshold, sensor, start_time,
     # status and in_training
@@ -719,16 +719,22 @@ class Predict(Operation):
         from leakmel.detector.predict.predict import rule_of
 
         self._check(run)
-        model, detector, plan = plan_scoring(self, run)
+        words = [word.strip() for word in self.columns.split(",")]
+        named = ",".join(word for word in words if word != "all")
+        model, detector, plan = plan_scoring(replace(self, columns=named), run)
         device = self.device if self.cluster else pick_device(self.device, registered=True)
         rule = rule_of(detector, self.vote, self.threshold, self.frac, self.false_alarms)
         out = self.out and user_path(self.out)
         if run.keeps:
             out = run_folder(self.out, "predict") / "predictions.csv"
-        shown = {"model": detector, "device": device, "out": out}
+        shown = {
+            "model": detector,
+            "device": device,
+            "out": out,
+            "all_columns": self.all_columns or "all" in words,
+        }
         given = {**plan.given, **shown} | values_of(
-            self,
-            "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster all_columns",
+            self, "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster"
         )
         inputs = {
             **plan.inputs,

@@ -43,7 +43,7 @@ from leakmel.core.operation import (
     write_summary,
 )
 from leakmel.core.parameters import Kinds
-from leakmel.core.progress import Progress, print_error
+from leakmel.core.progress import Progress, print_error, size_text
 from leakmel.core.threads import start_process
 from leakmel.detector.model.settings import CheckpointSettings, RoundRules, TrainSettings
 from leakmel.operations.data import WithFeatures
@@ -396,23 +396,35 @@ class Review(Operation):
         )
 
 # %% ../../nbs/operations/extras.ipynb #39db6bae
-@operation("similar", example="leakmel similar new.wav --in recordings --n 10")
-class Similar(Operation):
-    "Find the recordings that are most similar to a recording, with their labels; copies are marked."
+@dataclass(frozen=True, kw_only=True)
+class _Embedding(Operation):
+    "What similar and embed have in common."
 
-    # recording to compare with the others
-    file: str = option(positional=True)
-    # data set, or folder of recordings in any subfolders
-    among: str = option(name="in", metavar="PLACE")
     # detector: model.pt from leakmel train, the folder of a training, or the folder of retraining rounds (its champion) (default: band statistics in dB,
     # which need no training)
     model: str | None = option(None, metavar="FILE")
-    # recordings of a folder: spec: as much as a row of a data set holds; whole: all of them
-    length: Literal["spec", "whole"] = option("spec", metavar="NAME")
+    # recordings of a folder: spec: as much as a row of a data set holds; whole: all of them (default: as stored, else spec)
+    length: Literal["spec", "whole"] | None = option(None, metavar="NAME")
     # folder without --model: sample rate (default: that of most recordings)
     sample_rate: int | None = None
     # folder without --model: length of a recording (default: that of most recordings)
     duration_s: float | None = option(None, metavar="S")
+
+    @property
+    def features(self) -> dict[str, float] | None:
+        "The features that are given for a folder; None: those of most recordings."
+        given = {"sample_rate": self.sample_rate, "duration_s": self.duration_s}
+        return {name: v for name, v in given.items() if v is not None} or None
+
+
+@operation("similar", example="leakmel similar new.wav --in recordings --n 10")
+class Similar(_Embedding):
+    "Find the recordings that are most similar to a recording, with their labels; copies are marked."
+
+    # recording to compare with the others
+    file: str = option(positional=True)
+    # data set, folder of recordings in any subfolders, or file of leakmel similar --store
+    among: str = option(name="in", metavar="PLACE")
     # recordings to find
     n: int = 10
     # also write the table and mel spectrograms as one HTML file
@@ -420,14 +432,13 @@ class Similar(Operation):
 
     def __call__(self, run: Run) -> Outcome:
         page = check_report(self.html) if self.html else None
-        given = {"sample_rate": self.sample_rate, "duration_s": self.duration_s}
         found = lm.similar(
             self.file,
             self.among,
             k=self.n,
             model=self.model,
             length=self.length,
-            spec={name: v for name, v in given.items() if v is not None} or None,
+            spec=self.features,
             progress=run.progress,
         )
         again = self.typed("--html", free_name("similar.html"))
@@ -440,6 +451,34 @@ class Similar(Operation):
             write_report(page, "Similar recordings", f"{found.finding}\n{head}", sections)
             text += f"\nreport: {show_path(page)}"
         return Outcome(found, found.summary | {"html": page and show_path(page)}, text)
+
+
+@operation(
+    "embed", words="similar --store", example="leakmel similar --store recordings --out recordings.npz"
+)
+class Embed(_Embedding):
+    "Store a vector for each recording, by which similar recordings are found."
+
+    # data set, or folder of recordings in any subfolders
+    source: str = option(positional=True)
+    # file of the embeddings, for leakmel similar --in (.npz)
+    out: str = option(metavar="FILE")
+
+    def __call__(self, run: Run) -> Outcome:
+        out = user_path(self.out)
+        found = lm.embed(
+            self.model,
+            self.source,
+            out=out,
+            spec=self.features,
+            length=self.length or "spec",
+            progress=run.progress,
+        )
+        text = run.answer(
+            [f"{found!r}, {found.seconds:.1f} s", f"embeddings in {show_path(out)}"],
+            next=f"leakmel similar RECORDING.wav --in {shlex.quote(show_path(out))}",
+        )
+        return Outcome(found, found.summary | {"out": show_path(out)}, text)
 
 # %% ../../nbs/operations/extras.ipynb #086491df
 def correlation_page(found: Any, path: Path) -> Path:
@@ -904,6 +943,46 @@ class Page(Operation):
         return Outcome(path, {"path": show_path(path), "figures": n_figures}, show_path(path))
 
 # %% ../../nbs/operations/extras.ipynb #52155d09
+@operation("cache", words="machine cache", example="leakmel machine cache clear --unused-days 30")
+class Cache(Operation):
+    "List or remove the cache files of mode memmap."
+
+    # list the cache files, or remove them
+    what: Literal["list", "clear"] = option(metavar="list|clear", positional=True)
+    # folder of the cache files (default: LEAKMEL_CACHE_DIR, or leakmel in the user's cache folder)
+    cache_dir: str | None = None
+    # clear only files that were not used for N days; 0: all
+    unused_days: float = option(0, metavar="N")
+
+    def __call__(self, run: Run) -> Outcome:
+        from leakmel.dataset.modes import cache_folder, clear_cache, list_cache
+
+        folder, is_list = cache_folder(self.cache_dir), self.what == "list"
+        files = list_cache(folder) if is_list else clear_cache(folder, unused_days=self.unused_days)
+        n_bytes = sum(f.n_bytes for f in files)
+        there = show_path(folder) if folder.is_dir() else f"{show_path(folder)} (no such folder)"
+        count = f"{'' if is_list else 'removed '}{how_many(len(files), 'cache file')}"
+        lines = [f"{count}, {size_text(n_bytes)} in {there}"]
+        for f in files:
+            what = f.problem or f"{how_many(f.recordings, 'recording')} of {f.folder}"
+            lines.append(
+                f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}"
+            )
+
+        text = run.answer(
+            lines, next="leakmel machine cache clear --unused-days 30" * bool(is_list and files)
+        )
+        return Outcome(
+            files,
+            {
+                "folder": show_path(folder),
+                "n_bytes": n_bytes,
+                "files": [vars(f) | {"path": show_path(f.path)} for f in files],
+            },
+            text,
+        )
+
+
 @operation(
     "tune",
     words="machine tune",
