@@ -30,12 +30,12 @@ RINGS = {
 # share, sensors that are guessed from names, next commands that hold, times of a training, advice on batches, thresholds that can be moved,
 # plurals, wrong options.
 BUDGETS = {
-    "statements": 27_054,  # only goes down
-    "statements, rings 0 and 1": 14_327,  # only goes down
+    "statements": 27_053,  # only goes down
+    "statements, rings 0 and 1": 14_326,  # only goes down
     "statements, ring 2": 6_754,  # only goes down
     "statements, ring 3": 5_719,  # only goes down
     "statements, command line": 254,  # only goes down
-    "lines": 49_857,  # only goes down
+    "lines": 49_853,  # only goes down
     "modules": 95,  # only goes down
     "modules under 40 statements": 2,  # only goes down
     "packed assignments": 351,  # only goes down
