@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from leakmel.core.errors import OutputError, show_path, write_error
-from leakmel.core.files import require_space, sync_folder, sync_tree, write_errors
+from leakmel.core.files import sync_folder, sync_tree, write_errors
 from leakmel.core.monitor import read_small_file
 
 # %% ../../nbs/core/locks.ipynb #f61bcda6
@@ -258,14 +258,10 @@ def lock_kind(
 
 # %% ../../nbs/core/locks.ipynb #1f0d0002
 @contextmanager
-def new_folder(
-    out: Path,
-    n_bytes: int = 0,  # that will at least be written
-) -> Iterator[Path]:  # raises OutputError, SpaceError
+def new_folder(out: Path) -> Iterator[Path]:  # raises OutputError, SpaceError
     "Yield a folder with a temporary name for the body to fill; give it its name when the body is done."
     with write_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        require_space(out.parent, n_bytes)
         with OutputLock(out):
             if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
                 raise OutputError(

@@ -17,10 +17,8 @@ from leakmel.detector.model.detector import load_detector, required_spec
 from leakmel.extras.machine.bench import record_head, spread
 
 KINDS = ("spectral", "cnn", "blend")
-FORMS = {
-    "float": "float32",
-    "int8": "int8",
-}  # and what the tables call it; int8 is in records before 30 November
+# and what the tables call it; earlier records have files with 8-bit integers
+FORMS = {"float": "float32", "int8": "int8"}
 
 
 def _demo(folder: Path, n_files: int) -> tuple[Path, list[Path]]:
