@@ -307,7 +307,9 @@ class Suggest(Operation):
         return Outcome(found, found.summary, run.answer(lines, next=then))
 
 # %% ../../nbs/operations/extras.ipynb #28ffc9c8
-_QUEUES = Literal["suggested", "errors", "threshold", "random", "duplicates", "level", "disagreements"]
+_QUEUES = Literal[
+    "suggested", "errors", "threshold", "kinds", "random", "duplicates", "level", "disagreements"
+]
 
 
 @operation("review", example="leakmel review recordings --model model --by ann")
@@ -320,8 +322,8 @@ class Review(Operation):
     model: str | None = option(None, metavar="FILE")
     # table of leakmel predict or leakmel review --suggest, or cross_validation.csv (repeat for several)
     scores: Texts = option((), metavar="FILE", several=True)
-    # recordings to begin with: suggested (by leakmel review --suggest), errors (worst errors of the cross-validation), threshold (near it), random,
-    # duplicates (with different labels), level (suspicious or silent) or disagreements (of people) (default: as the scores allow)
+    # recordings to begin with: suggested (by leakmel review --suggest), errors (worst errors of the cross-validation), threshold (near it), kinds (of detectors
+    # that disagree), random, duplicates (with different labels), level (suspicious or silent) or disagreements (of people) (default: as the scores allow)
     queue: _QUEUES | None = option(None, metavar="NAME")
     # recordings in a queue
     n: int = 60

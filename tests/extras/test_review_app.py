@@ -113,7 +113,7 @@ def test_names_of_files_are_no_html(folder, tmp_path):
         app.buttons["n"].click()
     assert "finished" in app.html["facts"].value
     assert app.buttons["n"].disabled
-    app.queue.value = "errors"
+    app.queue.value = "kinds"
     assert "not available" in app.html["facts"].value
 
 

@@ -14,6 +14,7 @@ from made_detectors import made_detector, noise, put
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
+from leakmel.detector.model.settings import TrainSettings
 from leakmel.extras.review.review import (
     QUEUES,
     ReviewRecordings,
@@ -65,11 +66,11 @@ def test_recordings_without_scores(plain, folder):
     assert paths(plain, "level") == ["NOLEAK/silent.wav", "NOLEAK/clipped.wav", "NOLEAK/quiet.wav"]
     assert paths(plain, "duplicates") == ["LEAK/copy.wav"]
     assert "NOLEAK/S2~000002" in make_queue(plain, "duplicates").items[0].reason
-    for name in ("errors", "threshold"):
+    for name in ("errors", "threshold", "kinds"):
         queue = make_queue(plain, name)
         assert queue.unavailable
         assert not queue.items
-    assert "needs" in str(make_queue(plain, "threshold"))
+    assert "needs" in str(make_queue(plain, "kinds"))
 
 
 def test_the_random_queue_is_repeatable_and_has_no_copies(plain):
@@ -179,6 +180,19 @@ def test_a_path_that_several_recordings_end_with_is_not_used(tmp_path):
     assert sorted(paths(both, "errors")) == ["LEAK/a.wav", "TESTING/LEAK/b.wav"]
 
 
+@pytest.mark.slow
+def test_parts_of_a_blend_disagree(folder, small_sets, tmp_path, one_thread, few_trees):
+    settings = TrainSettings(detector="blend", epochs=1, epoch_share=0.1, channels=(4,), batch_size=64)
+    lm.train(small_sets / "TRAINING_DATASET.H5", out=tmp_path / "model", settings=settings, **QUIET)
+    found = review_recordings(folder, tmp_path / "model", **QUIET)
+    queue = make_queue(found, "kinds")
+    apart = [np.ptp(list(found.recordings[i.Index].by_kind.values())) for i in queue.items]
+    assert apart == sorted(apart, reverse=True)
+    assert len(apart) == 15
+    assert "cnn" in queue.items[0].reason
+    assert "spectral" in queue.items[0].reason
+
+
 GOOD = {"path": "LEAK/copy.wav", "leak": True, "fold": 0, "score": 0.5}
 
 
@@ -234,4 +248,4 @@ def test_a_folder_where_all_is_silent_or_alike(plain):
     assert len(make_queue(replace(plain, table=silent), "level").items) == 17
     alike = plain.table.assign(rms_db=-40.0, silent=False, clipped_share=0.0)
     assert not make_queue(replace(plain, table=alike), "level").items
-    assert set(QUEUES) >= {"errors", "threshold", "random", "duplicates", "level"}
+    assert set(QUEUES) >= {"errors", "threshold", "kinds", "random", "duplicates", "level"}

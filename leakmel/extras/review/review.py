@@ -117,6 +117,7 @@ NO_SCORES = {
     "segment_s": 0.0,  # from one segment to the next; 0: not known
     "held_out": np.nan,  # score by a detector that was not trained on it
     "is_leak": False,  # where there is a held-out score: its label in the data set
+    "by_kind": {},  # kind of detector -> score
     "suggestion": "",  # why `leakmel review --suggest` chose it; "": it did not
 }
 
@@ -163,8 +164,15 @@ def _row(path: bytes, label: str, sensor: str, facts: Any, **scores: Any) -> dic
 
 
 def _scored(folder: Path, detector: Detector, **given: Any) -> tuple[list[dict[str, Any]], int]:
-    "Score the recordings by a detector; returns rows, and the number of rejected files."
+    "Score the recordings by a detector, and by each part of a blend; returns rows, and the number of rejected files."
     done = predict(folder, detector, **given)
+    by_kind = {
+        part.kind: {
+            s.path: done.rule.score(s.segment_scores)
+            for s in predict(folder, replace(detector, classifier=part), **given).scored
+        }
+        for part in (detector.members if len(detector.members) > 1 else ())
+    }
     of_all: dict[str, Any] = {
         "threshold": done.rule.threshold,
         "segment_s": done.spec.long_hop / done.spec.sample_rate,
@@ -174,6 +182,7 @@ def _scored(folder: Path, detector: Detector, **given: Any) -> tuple[list[dict[s
             *(s.path, s.label, s.sensor, s.facts),
             score=done.rule.score(s.segment_scores),
             segment_scores=tuple(s.segment_scores.tolist()),
+            by_kind={kind: scores[s.path] for kind, scores in by_kind.items() if s.path in scores},
             **of_all,
         )
         for s in done.scored
@@ -246,9 +255,11 @@ def _by_score(found: ReviewRecordings, name: str) -> Iterable[_Ranked]:
     "Recordings of a queue that depends on the scores or the suggestion of each recording alone."
     for i, r in enumerate(found.recordings):
         label = "a leak" if r.is_leak else "no leak"
+        kinds = ", ".join(f"{kind} {score:.2f}" for kind, score in sorted(r.by_kind.items()))
+        apart = max(r.by_kind.values(), default=0) - min(r.by_kind.values(), default=0)
         # a detector that was not trained on it scores it against its label
         is_wrong = r.held_out == r.held_out and (r.held_out >= 0.5) != r.is_leak
-        # whether the recording is in the queue, its rank (the worst error comes first), and the reason
+        # whether the recording is in the queue, its rank (the worst error and the largest difference come first), and the reason
         is_in, rank, reason = {
             "suggested": (r.suggestion != "", i, r.suggestion),
             "errors": (
@@ -261,6 +272,7 @@ def _by_score(found: ReviewRecordings, name: str) -> Iterable[_Ranked]:
                 abs(r.score - r.threshold),
                 f"score {r.score:.2f}, threshold {r.threshold:.2f}",
             ),
+            "kinds": (r.by_kind != {}, -apart, f"the kinds differ: {kinds}"),
         }[name]
         if is_in:
             yield (rank, i, reason)
@@ -304,6 +316,7 @@ QUEUES = {
     "suggested": "suggested to label next",
     "errors": "worst errors of the cross-validation",
     "threshold": "near the threshold",
+    "kinds": "disagreement of kinds of detectors",
     "random": "random",
     "duplicates": "same samples, different labels",
     "level": "suspicious level or silence",
@@ -330,13 +343,14 @@ _NEEDS = {
     "suggested": ("suggestion", "the table of leakmel review --suggest"),
     "errors": ("held_out", "held-out scores: cross_validation.csv of leakmel train --cross-validate"),
     "threshold": ("score", "scores: a model, or a table of leakmel predict"),
+    "kinds": ("by_kind", "scores by kind: a model of the kind blend"),
 }
 
 
 def lacking(found: ReviewRecordings, name: str) -> str:  # "": nothing
     "Say what a queue needs and the recordings lack."
     column, what = _NEEDS.get(name, ("path", ""))
-    return "" if any(x == x and x != "" for x in found.table[column]) else f"needs {what}"
+    return "" if any(x == x and x not in ("", {}) for x in found.table[column]) else f"needs {what}"
 
 
 def make_queue(
