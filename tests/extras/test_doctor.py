@@ -443,7 +443,11 @@ def test_wrong_fft_is_detected(monkeypatch):
     ("error", "status", "message"),
     [
         (ImportError("no torch"), "missing", "no torch"),
-        (engines.EngineUnavailable("no card", code="no-device", remedy="buy one"), "missing", "not measured: no card"),
+        (
+            engines.EngineUnavailable("no card", code="no-device", remedy="buy one"),
+            "missing",
+            "not measured: no card",
+        ),
         (RuntimeError("illegal instruction"), "warn", "not measured: RuntimeError: illegal instruction"),
     ],
 )
