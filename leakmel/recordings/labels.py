@@ -457,7 +457,8 @@ def _in_table(file: Path, folder: Path) -> tuple[str, Path, str]:
     place, path = next(found, (folder, ""))
     others = {} if {"path", "label"} <= {*names} else {"path": path.strip(), "label": label.strip()}
     kind = kind if path and all(map(_can_be_typed, others.values())) else ""
-    others |= _group_columns({name: x for name, x in texts.items() if name not in (path, label)})
+    if kind == "table":  # the time of a decision is not that of a recording
+        others |= _group_columns({name: x for name, x in texts.items() if name not in (path, label)})
     return kind, place, ",".join(f"{name}={given}" for name, given in others.items())
 
 
