@@ -438,7 +438,7 @@ def choose_length(
 
     The best epoch of a fold is the one with the lowest log loss of the recordings that it holds out. All folds are then
     scored at the common length, so none is judged at the epoch that suits it best. It is at most the length of the
-    fold that stopped first.
+    fold that stopped first. Where one part of many recordings is held out, the length is its own best epoch.
     """
     best = [
         1 + int(np.argmin([validation_figures(s, own, DecisionRule())["val_loss"] for s in each]))
@@ -479,9 +479,9 @@ def choose_kind(
         for kind in wanted:
             began = time.perf_counter()
             each, best_epochs = _out_of_fold(trainer, kind, (chosen, fold, parts), seed, bar)
-            found[kind] = each[-1, scored]
+            found[kind] = each[-1]
             if kind == "cnn":
-                curve = _curve(is_leak[scored], each[:, scored], trainer.settings)
+                curve = _curve(is_leak[scored], each, trainer.settings)
                 length = {"best_epochs": best_epochs, "curve": curve}
             seconds[kind] = time.perf_counter() - began
     own, truth = groups.of(scored), is_leak[scored]
@@ -548,7 +548,7 @@ def _out_of_fold(
     divided: tuple[np.ndarray, np.ndarray, Sequence[int]],  # [k] recordings, [k] their folds; folds to score
     seed: int,
     bar: Progress,
-) -> tuple[np.ndarray, tuple[int, ...]]:  # [E, k, L] scores after each epoch up to the last; best epochs
+) -> tuple[np.ndarray, tuple[int, ...]]:  # [E, m, L] scores after each epoch up to the last; best epochs
     "Score recordings by fits without their folds, those of a network up to the common length."
     chosen, fold, parts = divided
     each = list[np.ndarray]()
@@ -557,9 +557,10 @@ def _out_of_fold(
         each.append(trainer.fold_scores(kind, chosen[fold != k], chosen[fold == k], seed))
         bar.update(bar.n_done + 1)
     n_epochs, best = choose_length(each, [trainer.ds.is_leak[chosen[fold == k]] for k in parts])
-    joined = np.full((n_epochs, len(chosen), trainer.ds.row_shape[0]), np.nan, np.float32)
+    scored = fold[np.isin(fold, parts)]
+    joined = np.empty((n_epochs, len(scored), trainer.ds.row_shape[0]), np.float32)
     for k, scores in zip(parts, each, strict=True):
-        joined[:, fold == k] = scores[:n_epochs]
+        joined[:, scored == k] = scores[:n_epochs]
     return joined, tuple(best)
 
 
