@@ -346,8 +346,8 @@ def learning_curves(
     table = history_table(epochs)
     curves = {
         "training loss": ("loss", LOSS_COLOR, "y"),
-        "log loss of validation": ("val_loss", "#E69F00", "y"),
-        "F1 of validation": ("f1", F1_COLOR, "y2"),
+        "log loss of held-out recordings": ("val_loss", "#E69F00", "y"),
+        "F1 of held-out recordings": ("f1", F1_COLOR, "y2"),
     }
     traces = [
         {
