@@ -3189,6 +3189,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'leakmel/extras/nightly/run.py'),
                                             'leakmel.extras.nightly.run.evidence_points': ( 'extras/nightly/run.html#evidence_points',
                                                                                             'leakmel/extras/nightly/run.py'),
+                                            'leakmel.extras.nightly.run.is_without_model': ( 'extras/nightly/run.html#is_without_model',
+                                                                                             'leakmel/extras/nightly/run.py'),
                                             'leakmel.extras.nightly.run.map_points': ( 'extras/nightly/run.html#map_points',
                                                                                        'leakmel/extras/nightly/run.py'),
                                             'leakmel.extras.nightly.run.model_digest': ( 'extras/nightly/run.html#model_digest',
