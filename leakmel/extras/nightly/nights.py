@@ -316,7 +316,7 @@ def steady_levels(
     spec: MelSpec,
     *,
     progress: str = "auto",
-) -> tuple[list[ScoredRecording], list[Levels], list[Rejected]]:
+) -> tuple[Sequence[ScoredRecording], Sequence[Levels | None], list[Rejected]]:
     "Read and measure recordings of a folder or URL that no model scores; also those that cannot be used."
     guard = ReadFailureGuard()
     with (
@@ -508,7 +508,7 @@ def compared_nights(
         (sensor, until, after, WINDOW),
     )[::-1]
     if not rows or stored_spec(history) is None:
-        return [night for night, _ in rows], night_logit([score for _, score in rows])[:, None]
+        return [night for night, _ in rows], night_logit(np.array([score for _, score in rows]))[:, None]
     own = history.query(
         "SELECT night, bands FROM recordings WHERE sensor = ? AND night BETWEEN ? AND ? AND flags = '' ORDER BY night",
         (sensor, rows[0][0], rows[-1][0]),
@@ -577,6 +577,16 @@ def _together(rows: Sequence[tuple]) -> _Night:
     common = " ".join(name for name in UNUSABLE if 2 * words.count(name) >= len(rows))
     score = median(usable) if usable else None
     return len(rows), len(usable), score, median(rms_db), median(floor_db), common
+
+
+_Compared = tuple[_Night, np.ndarray]  # and what is compared [V]
+
+
+def _of_night(rows: Sequence[tuple], has_model: bool) -> _Compared:
+    "Aggregate recordings (night, score, rms_db, floor_db, flags, bands), and return what is compared of them [V]."
+    night = _together(rows)
+    bands = [] if has_model else [text for *_, flags, text in rows if not flags]
+    return night, (steady_bels(bands) if bands else night_logit(night[2] or 0.0)[None])
 
 
 def steady_bels(bands: Sequence[str]) -> np.ndarray:  # [V]
@@ -665,6 +675,15 @@ def all_sensors(history: History) -> list[str]:
     return [sensor for (sensor,) in history.query(sql)]
 
 
+def _write_visits(history: History, visits: Mapping[str, str] | None) -> tuple[dict[str, str], list[str]]:
+    "Write visits as of `record_run`; return all of the history, and the sensors whose visit changed."
+    stored = dict(history.query("SELECT sensor, night FROM visits"))
+    visited = stored if visits is None else dict(visits)
+    history.write("DELETE FROM visits WHERE sensor = ?", [(s,) for s in stored.keys() - visited.keys()])
+    history.write("INSERT OR REPLACE INTO visits VALUES (?, ?)", sorted(visited.items() - stored.items()))
+    return visited, [s for s, _ in visited.items() ^ stored.items()]
+
+
 def record_run(
     history: History, entries: Sequence[HistoryEntry], budget: Budget, visits: Mapping[str, str] | None = None
 ) -> list[HistoryEntry]:
@@ -680,11 +699,8 @@ def record_run(
         changed += _compare_sensors(history, {h.night for h in new})
     # sensor -> first changed night
     since = dict(sorted(changed, key=itemgetter(1), reverse=True))
-    stored = dict(history.query("SELECT sensor, night FROM visits"))
-    visited = stored if visits is None else dict(visits)
-    history.write("DELETE FROM visits WHERE sensor = ?", [(s,) for s in stored.keys() - visited.keys()])
-    history.write("INSERT OR REPLACE INTO visits VALUES (?, ?)", sorted(visited.items() - stored.items()))
-    since |= dict.fromkeys([s for s, _ in visited.items() ^ stored.items()], "")
+    visited, restarted = _write_visits(history, visits)
+    since |= dict.fromkeys(restarted, "")
     limit = f"{budget.per_100_nights!r}; evidence {_EVIDENCE}"
     if history.meta("budget") != limit:  # the first night above the limit is another one
         history.set_meta("budget", limit)
@@ -693,7 +709,7 @@ def record_run(
     n_values = 1 if spec is None else len(mel_groups(spec.mel_hz))
     evidence = Evidence(len(sensors), n_values)
     first_above: list[str | None] = [None] * len(sensors)
-    by_date: dict[str, dict[int, tuple[_Night, np.ndarray]]] = {}
+    by_date: dict[str, dict[int, _Compared]] = {}
     for k, sensor in enumerate(sensors):
         before = history.query(
             "SELECT night, first_above, n, mean, m2, r0, r1, r2 FROM nights WHERE sensor = ? AND night < ? ORDER BY night DESC LIMIT 1",
@@ -708,11 +724,7 @@ def record_run(
             (sensor, since[sensor]),
         )
         for night, own in groupby(rows, itemgetter(0)):
-            of_night = list(own)
-            together = _together(of_night)
-            bands = [row[5] for row in of_night if not row[4]] if spec else []
-            values = steady_bels(bands) if bands else night_logit(together[2] or 0.0)[None]
-            by_date.setdefault(night, {})[k] = (together, values)
+            by_date.setdefault(night, {})[k] = _of_night(list(own), spec is None)
     for night, of_night in sorted(by_date.items()):
         x = np.full(len(sensors), np.nan)
         values = np.full((len(sensors), n_values), np.nan)
