@@ -122,6 +122,26 @@ _MOST = 10.0  # e-value of a night
 _LEAST = 0.1
 
 
+_FAR = 4.0  # deviations: a night with a tap that runs all the time lies further from the others
+
+
+def without_outliers(nights: np.ndarray) -> np.ndarray:
+    "Limit the nights [R, N] of rows with enough of them to the range of those before the last one."
+    enough = np.isfinite(nights[:, :-1]).sum(1) >= MIN_NIGHTS
+    own = nights[enough]
+    middle = np.nanmedian(own[:, :-1], axis=1, keepdims=True)
+    spread = 1.4826 * np.nanmedian(np.abs(own[:, :-1] - middle), axis=1, keepdims=True)
+    far = _FAR * np.maximum(spread, _MIN_SD)
+    limited = nights.copy()
+    limited[enough] = np.clip(own, middle - far, middle + far)
+    return limited
+
+
+def above_hum(values: np.ndarray) -> np.ndarray:
+    "Leave out the lowest quarter of the bands [..., V], where mains and pumps hum; a single value stays."
+    return values[..., values.shape[-1] // 4 :]
+
+
 class Evidence:
     """Evidence of S sensors: R_t = (1 + R_(t-1)) e_t, mean over EFFECTS.
 
@@ -147,11 +167,12 @@ class Evidence:
         x: np.ndarray,  # [S] logit of the night; NaN: no usable recording, nothing changes
         values: np.ndarray | None = None,  # [S, V] what is compared; None: the logit
     ) -> None:
-        "Add a night [S] of logits, NaN without a usable recording, and the values [S, V] that are compared instead."
+        "Add a night [S] of logits, NaN without a usable recording, and the values [S, V] that are compared instead, without outliers."
         here = np.isfinite(x)
         n_values = self.nights.shape[1]
         new = (x[:, None] if values is None else values)[here, :, None]
-        nights = np.concatenate([self.nights[here], new], axis=2).reshape(-1, WINDOW + 1)
+        stored = np.concatenate([self.nights[here], new], axis=2).reshape(-1, WINDOW + 1)
+        nights = stored if values is None else without_outliers(stored)
         known = np.isfinite(nights)
         before = known.cumsum(1)[:, -_STARTS - 1 : -1]
         total = np.where(known, nights, 0).cumsum(1)[:, -_STARTS - 1 : -1]
@@ -164,7 +185,7 @@ class Evidence:
         e = _LEAST + (1 - _LEAST) * odds[1] / np.maximum(odds[0], 1e-300)
         r = np.minimum((1 + self.r[:, here]) * np.minimum(e, _MOST), 1e12)
         self.r[:, here] = np.where(before[::n_values, -1] > 0, r, 0)
-        self.nights[here] = nights[:, 1:].reshape(-1, n_values, WINDOW)
+        self.nights[here] = stored[:, 1:].reshape(-1, n_values, WINDOW)
         self.n = self.n + here
         delta = np.where(here, x, self.mean) - self.mean
         self.mean = self.mean + delta / np.maximum(self.n, 1)
@@ -529,7 +550,7 @@ def recordings_of_visit(history: History, visit: Visit, after: str) -> list[tupl
         return []
     first = 0
     if visit.outcome == "leak":
-        rise = start_of_rise(values, _MOST) if len(nights) > 1 else 0
+        rise = start_of_rise(above_hum(values), _MOST) if len(nights) > 1 else 0
         first = rise or max(0, len(nights) - RECENT_NIGHTS)
     return history.query(
         "SELECT path, digest, night FROM recordings WHERE sensor = ? AND night BETWEEN ? AND ? AND flags = '' ORDER BY night, digest",
@@ -706,7 +727,7 @@ def record_run(
         history.set_meta("budget", limit)
         since |= dict.fromkeys(all_sensors(history), "")
     sensors = sorted(since)
-    n_values = 1 if spec is None else len(mel_groups(spec.mel_hz))
+    n_values = 1 if spec is None else len(above_hum(np.arange(len(mel_groups(spec.mel_hz)))))
     evidence = Evidence(len(sensors), n_values)
     first_above: list[str | None] = [None] * len(sensors)
     by_date: dict[str, dict[int, _Compared]] = {}
@@ -718,7 +739,7 @@ def record_run(
         if before and before[0][0] > visited.get(sensor, ""):
             _, first_above[k], evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k] = before[0]
             nights, compared = compared_nights(history, sensor, visited.get(sensor, ""), before[0][0])
-            evidence.nights[k, :, WINDOW - len(nights) :] = compared.T
+            evidence.nights[k, :, WINDOW - len(nights) :] = above_hum(compared).T
         rows = history.query(
             "SELECT night, score, rms_db, floor_db, flags, bands FROM recordings WHERE sensor = ? AND night >= ? ORDER BY night, digest",
             (sensor, since[sensor]),
@@ -731,8 +752,8 @@ def record_run(
         for k, ((_, _, score, *_), compared) in of_night.items():
             if score is not None and night > visited.get(sensors[k], ""):
                 x[k] = night_logit(score)
-                values[k] = compared
-        evidence.add(x, values)
+                values[k] = above_hum(compared)
+        evidence.add(x, None if spec is None else values)
         written = []
         for k, (night_row, _) in of_night.items():
             if first_above[k] is None and evidence.value[k] >= budget.limit:
@@ -830,7 +851,7 @@ _LEAST_EXCESS = 3.0  # dB that are worth a word
 def _steady_rise(history: History, sensor: str, after: str) -> _NightGains | None:
     "Find the most probable rise of the steady noise of a sensor in the last nights after a visit; None with fewer than two."
     nights, bels = compared_nights(history, sensor, after)
-    k = start_of_rise(bels) if len(nights) > 1 else 0
+    k = start_of_rise(above_hum(bels)) if len(nights) > 1 else 0
     return (nights[k], 10 * (bels[k:] - np.median(bels[:k], axis=0))) if k else None
 
 
