@@ -871,8 +871,8 @@ def nightly(
     folder: str | os.PathLike,  # recordings in any subfolders; sensors are in names, a pattern or a table
     # as for `predict`; None: the steady noise of a sensor is compared with the others and with its own nights. A history belongs to one model, or to none
     model: str | os.PathLike | Detector | None = None,
-    state: str
-    | os.PathLike = "runs/nightly",  # folder of the history and the tables, outside `folder`; made by the first run
+    # folder of the history and the tables, outside `folder`; made by the first run
+    state: str | os.PathLike = "runs/nightly",
     *,
     manifest: Manifest
     | None = None,  # result of `scan` with a pattern or a table: sensors, times, coordinates
