@@ -15,10 +15,12 @@ from test_nightly import QUIET, dump, name, put_at, refused, rows_of, tables
 
 import leakmel as lm
 from leakmel.cli import main
+from leakmel.core.operation import Run, make
 from leakmel.extras.nightly import nights
 from leakmel.extras.nightly import run as module
 from leakmel.extras.nightly.nights import Budget, Evidence, compared_scores, levels_of, steady_noise
 from leakmel.extras.nightly.run import VISIT_LABELS_CSV, VISITS_HTML, nightly
+from leakmel.operations.extras import Nightly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N = 4 * 4096  # samples of a recording
@@ -201,3 +203,18 @@ def test_the_sentence_says_where_how_much_and_how_often():
     gains[1] = 0
     text = steady_noise(spec, over, ("2026-03-12", gains))
     assert text.endswith("10 dB above the nights before, on 2 of 3 nights since 2026-03-12")
+
+
+def test_a_notebook_keeps_to_a_state_folder_without_a_model(tmp_path, monkeypatch):
+    "A detector that is trained in the same folder later must not end the nights."
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LEAKMEL_MODEL", raising=False)
+    folder, notebook = record(tmp_path / "r", range(1, 2)), Run("none", keeps=True)
+    given = {"data_root": str(folder), "state": str(tmp_path / "s"), "device": "cpu"}
+    operation = make(Nightly, given)
+    done = operation.execute(operation.plan(notebook), notebook)
+    assert (done.result.model, done.status) == ("none", 0)
+    assert f"leakmel review {folder}" in done.text.replace("\n  ", " ")
+    made_detector().save(tmp_path / "model.pt")
+    assert not operation.plan(notebook).files
+    assert make(Nightly, given | {"state": str(tmp_path / "new")}).plan(notebook).files
