@@ -3057,8 +3057,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'leakmel/extras/nightly/nights.py'),
                                                'leakmel.extras.nightly.nights.drift_of': ( 'extras/nightly/nights.html#drift_of',
                                                                                            'leakmel/extras/nightly/nights.py'),
-                                               'leakmel.extras.nightly.nights.excess_db': ( 'extras/nightly/nights.html#excess_db',
-                                                                                            'leakmel/extras/nightly/nights.py'),
                                                'leakmel.extras.nightly.nights.first_listing': ( 'extras/nightly/nights.html#first_listing',
                                                                                                 'leakmel/extras/nightly/nights.py'),
                                                'leakmel.extras.nightly.nights.first_nights': ( 'extras/nightly/nights.html#first_nights',

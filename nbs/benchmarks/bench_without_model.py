@@ -136,10 +136,11 @@ def measure_network(
         read, levels, rejected = steady_levels(
             folder, dict.fromkeys(paths, NameParts()), spec, progress="none"
         )
-    if rejected or [one.path for one in read] != paths:
+    known = [own for own in levels if own is not None]
+    if rejected or len(known) < len(levels) or [one.path for one in read] != paths:
         raise RuntimeError("a recording was not read")
-    bands = np.full((n_sensors, n_nights, len(levels[0][1])), np.nan)
-    for one, own in zip(found.scored, levels, strict=True):
+    bands = np.full((n_sensors, n_nights, len(known[0][1])), np.nan)
+    for one, own in zip(found.scored, known, strict=True):
         s, night = map(int, one.path.decode().removesuffix(".wav").split("-"))
         score[s, night] = found.rule.score(one.segment_scores)
         silent[s, night] = bool(one.facts["silent"])
@@ -153,7 +154,7 @@ def auc_of_nights(network: Network, bands: np.ndarray) -> dict[str, list[float]]
     n_nights = network.score.shape[1]
     for night in range(40, n_nights, 10):
         here = np.flatnonzero(np.isfinite(network.score[:, night]) & ~network.silent[:, night])
-        leaks = np.array([network.plans[s].leak_from <= night for s in here])
+        leaks = np.array([network.plans[s].leak_from <= night for s in here.tolist()])
         if leaks.all() or not leaks.any():
             continue
         bels = bands[here, night] / 10

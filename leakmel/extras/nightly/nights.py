@@ -295,8 +295,8 @@ def levels_of(mels: np.ndarray, *, steady: bool = False) -> Levels:
     by_segment = np.clip(mels.mean(axis=(1, 3), dtype=np.float64), -999, 999)
     floor = np.quantile(by_segment.mean(1), 0.1, method="lower")
     if steady:
-        parts = mel_groups(np.quantile(by_segment, _STEADY, axis=0))
-        return float(floor), tuple(float(np.quantile(part, _NARROW)) for part in parts)
+        lasting = np.quantile(by_segment, _STEADY, axis=0)
+        return float(floor), tuple(float(np.quantile(part, _NARROW)) for part in mel_groups(lasting))
     spectrum = by_segment.mean(0)
     parts = np.array_split(spectrum, min(N_BANDS, len(spectrum)))
     return float(floor), tuple(float(part.mean()) for part in parts)
@@ -355,14 +355,14 @@ def steady_levels(
                 guard.refused(e, path)
                 return Rejected(path, e.reject_code, e.message)
             guard.given()
-            facts = np.zeros(1, FACTS)[0]
+            facts = np.zeros(1, FACTS)
             facts["digest"] = recording.digest
-            figures = quality_figures(recording.samples, recording.encoding, use_compiled=True)
-            for name, figure in zip(FIGURES.names or (), figures, strict=True):
-                facts[name] = figure
+            facts[[*(FIGURES.names or ())]] = quality_figures(
+                recording.samples, recording.encoding, use_compiled=True
+            )
             parts = names[path]
             about = (recording.encoding, "ok", "", parts.sensor, parts.gain, parts.start_time, None)
-            return ScoredRecording(path, np.empty(0), facts, *about), levels_of(mels, steady=True)
+            return ScoredRecording(path, np.empty(0), facts[0], *about), levels_of(mels, steady=True)
 
         found = list(threads.map(of_one, names))
     good = [x for x in found if not isinstance(x, Rejected)]
@@ -514,11 +514,8 @@ def add_visit(file: Path, visit: Visit) -> int:  # visits in the table
         return len({(v.sensor, v.night) for v in rows})
 
 
-_LAST_DAY = "9999-12-31"
-
-
 def compared_nights(
-    history: History, sensor: str, after: str, until: str = _LAST_DAY
+    history: History, sensor: str, after: str, until: str = "9999-12-31"
 ) -> tuple[list[str], np.ndarray]:
     """Return the last nights of a sensor with usable recordings, at most WINDOW, and what is compared of them [N, V].
 
@@ -639,15 +636,12 @@ def stored_spec(history: History) -> MelSpec | None:
     return None if text is None else _spec_of(text)
 
 
-def excess_db(bels: np.ndarray) -> np.ndarray:
-    "Return how far the steady levels [S, V] of sensors in bels lie above their median, dB."
-    return 10 * (bels - np.median(bels, axis=0))
-
-
 def _bels_of_night(history: History, night: str) -> dict[str, np.ndarray]:
     "Return the steady levels [V] of each sensor that has a usable recording in a night, in bels."
-    sql = "SELECT sensor, bands FROM recordings WHERE night = ? AND flags = '' ORDER BY sensor, digest"
-    rows = history.query(sql, (night,))
+    rows = history.query(
+        "SELECT sensor, bands FROM recordings WHERE night = ? AND flags = '' ORDER BY sensor, digest",
+        (night,),
+    )
     return {s: steady_bels([bands for _, bands in own]) for s, own in groupby(rows, itemgetter(0))}
 
 
@@ -667,8 +661,8 @@ def compared_scores(
         middle = np.median(others, axis=0)
         spread = 1.4826 * np.median(np.abs(others - middle), axis=0)
         z += (x - middle) / np.maximum(spread, _LEAST_DB) / 2
-    n_loudest = max(1, z.shape[1] // _LOUDEST)
-    return 1 / (1 + np.exp(_HIGH - np.sort(z, axis=1)[:, -n_loudest:].mean(1)))
+    loudest = np.sort(z, axis=1)[:, -max(1, z.shape[1] // _LOUDEST) :]
+    return 1 / (1 + np.exp(_HIGH - loudest.mean(1)))
 
 
 def _compare_sensors(history: History, nights: Iterable[str]) -> list[tuple[str, str]]:
@@ -1019,8 +1013,8 @@ class _NoiseTexts:
         self.visited = dict(history.query("SELECT sensor, night FROM visits"))
         bels = _bels_of_night(history, last)
         if bels:
-            over = excess_db(np.array([*bels.values()]))
-            self.over = dict(zip(bels, over, strict=True))
+            middle = np.median([*bels.values()], axis=0)
+            self.over = {s: 10 * (own - middle) for s, own in bels.items()}
 
     def of(self, sensor: str, rises: bool) -> tuple[str, float]:
         "Return the text on a sensor, and the size of its rise in dB if it may have one."
