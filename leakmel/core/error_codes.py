@@ -239,7 +239,7 @@ TABLES = {
         "output-in-source": "The output is inside the folder of the recordings.",
         "no-sensor": "No recording has the name of its sensor.",
         "no-times": "No recording has a possible start time in its name or in the table.",
-        "other-model": "The state folder of a nightly run belongs to another model.",
+        "other-model": "The state folder of a nightly run belongs to another model, or to runs without one.",
         "not-npz": "The name of the output does not end in .npz.",
         "invalid-embeddings": "The file does not hold embeddings, or is damaged.",
         "not-spectral": "A network has no embeddings; they are band statistics.",

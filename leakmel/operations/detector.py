@@ -61,15 +61,19 @@ def values_of(operation: Operation, names: str) -> dict[str, Any]:
     return {name: getattr(operation, name) for name in names.split()}
 
 
-def plan_scoring(operation: "Predict | Any", run: Run) -> tuple[Path, Any, DetectorPlan]:
+def plan_scoring(
+    operation: "Predict | Any",
+    run: Run,
+    without: str = "",  # that there is no model, in words; empty: there is one
+) -> tuple[Any, Any, DetectorPlan]:
     "Find detector and recordings; return the file of the model, the detector, and rows and arguments for a plan."
     from leakmel.dataset.pipeline import find_data, table_hints
     from leakmel.detector.model.detector import load_detector
 
-    model, model_note = find_model(operation.model)
+    model, model_note = (None, without) if without else find_model(operation.model)
     # errors are raised now, not after a demo set is built; `lm.nightly` reads the file itself, and a command shows no plan
     needed = run.keeps or not operation.data_root or isinstance(operation, Predict)
-    detector = load_detector(model) if needed else None
+    detector = load_detector(model) if model and needed else None
     folder, note = find_data(operation.data_root, progress=run.progress)
     named: dict[str, Any] = {
         "table": operation.table,
@@ -82,7 +86,10 @@ def plan_scoring(operation: "Predict | Any", run: Run) -> tuple[Path, Any, Detec
         note += f"; only the recordings listed in {show_path(operation.table)}" if operation.table else ""
     if run.keeps:  # a command has said so
         note = "; ".join([note, *table_hints({**vars(operation), "data_root": str(folder)}, "set {} = {!r}")])
-    inputs = {"data": f"{show_path(folder)}: {note}", "model": f"{show_path(model)}: {model_note}"}
+    inputs = {
+        "data": f"{show_path(folder)}: {note}",
+        "model": f"{show_path(model)}: {model_note}" if model else without,
+    }
     inputs |= {"task": repr(detector.task)} if detector else {}
     return model, detector, DetectorPlan(inputs, folder, {"folder": folder, "manifest": manifest})
 

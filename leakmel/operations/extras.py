@@ -52,6 +52,7 @@ from leakmel.operations.detector import (
     WithTraining,
     find_data_set,
     find_model,
+    newest_model,
     plan_scoring,
     values_of,
     with_newest,
@@ -729,7 +730,7 @@ class Retrain(Operation):
 # %% ../../nbs/operations/extras.ipynb #c6c979cb
 @operation(
     "nightly",
-    example="leakmel nightly recordings --model model --state nightly",
+    example="leakmel nightly recordings --state nightly",
     status="exit status: 0 the tables are written (with --exit-code: and no sensor has evidence); 1 failed, or another run holds the state folder; "
     "2 usage; 3 no space; 4 with --exit-code: sensors have evidence for a leak; 128+n on signal n: run the same command again",
 )
@@ -738,8 +739,9 @@ class Nightly(Operation):
 
     # folder of recordings in any subfolders; recordings that the state folder knows are not read again
     data_root: str | None = option(metavar="folder", positional=True)
-    # detector: model.pt from leakmel train, the folder of a training, or the folder of retraining rounds (its champion)
-    model: str | None = option(metavar="FILE")
+    # detector: model.pt from leakmel train, the folder of a training, or the folder of retraining rounds (its champion); without one the steady noise of
+    # each sensor is compared with the other sensors and with its own nights
+    model: str | None = option(None, metavar="FILE")
     # folder of the history and of the tables sensors.csv, sensors.json and visits.html; created by the first run
     state: str | None = option(metavar="DIR")
     # CSV file that lists the recordings: columns path and sensor, optionally label, start_time, gain; lat and lon, or x and y, for the map
@@ -755,7 +757,7 @@ class Nightly(Operation):
     # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit), optionally outcome, as leakmel visited writes it: the
     # evidence of these sensors starts again; read after visits.csv of the state folder, which it corrects
     visited: str | None = option(None, metavar="FILE")
-    # data set that drift is measured against, for example the training set; it is stored in the state folder (default: the first 28 nights)
+    # data set that drift is measured against, for example the training set, with a model only; it is stored in the state folder (default: the first 28 nights)
     reference: str | None = option(None, metavar="FILE")
     # where times come from: name (file name, pattern or table), or file (where there is none, the modification time, which is wrong for copies)
     time_from: Literal["name", "file"] = "name"
@@ -765,9 +767,18 @@ class Nightly(Operation):
     device: str = "auto"
 
     def plan(self, run: Run) -> DetectorPlan:
-        "Find recordings, detector and state folder."
-        model, detector, plan = plan_scoring(self, run)
+        "Find recordings, detector and state folder; a notebook takes the newest detector, if the state folder was not begun without one."
+        from leakmel.extras.nightly.run import is_without_model
+
+        if self.model == "":
+            raise wrong_arguments(
+                "the name of the model is empty; leave --model out to list sensors without one"
+            )
         state = user_path(self.state) if self.state else runs_folder() / "nightly"
+        may_choose = run.keeps and not is_without_model(state)
+        newest = may_choose and (os.environ.get("LEAKMEL_MODEL") or newest_model())
+        without = "" if self.model or newest else "none; steady noise is compared"
+        model, detector, plan = plan_scoring(self, run, without)
         budget = f"{self.budget:g} false visits per 100 sensor-nights, {self.audits} audits"
         given = {
             **plan.given,
@@ -775,14 +786,16 @@ class Nightly(Operation):
             "state": state,
             **values_of(self, "budget audits visited reference time_from device"),
         }
-        return DetectorPlan({**plan.inputs, "budget": budget}, state, given, {"model": model})
+        files = {"model": model} if model else {}
+        return DetectorPlan({**plan.inputs, "budget": budget}, state, given, files)
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Score, and write the tables and summary.json into the state folder."
         done = lm.nightly(**plan.given, progress=run.progress)
         body = {"ok": True} | done.summary
         write_summary(plan.out, body)
-        places = map(show_path, (plan.given["folder"], "--model", plan.files["model"]))
+        model = [word for path in plan.files.values() for word in ("--model", path)]
+        places = map(show_path, (plan.given["folder"], *model))
         text = run.answer([done.text()], next=shlex.join(["leakmel", "review", *places]))
         return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
 

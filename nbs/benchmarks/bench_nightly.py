@@ -25,6 +25,7 @@ from leakmel.extras.nightly import run as nightly_run
 from leakmel.extras.nightly.history import History, HistoryEntry
 from leakmel.extras.nightly.nights import (
     Budget,
+    begin_without_model,
     flags_of,
     night_logit,
     normal_medians,
@@ -32,6 +33,7 @@ from leakmel.extras.nightly.nights import (
     sensor_table,
 )
 from leakmel.extras.nightly.run import LISTED, VISITS_HTML
+from leakmel.mel.spec import MelSpec
 from leakmel.recordings.demo import draw_scene, make_sensor, render, stream, write_wav
 from leakmel.recordings.listing import Listing
 from leakmel.recordings.naming import NameParts
@@ -145,7 +147,13 @@ class Visits:
     leak_sensor: np.ndarray  # [K]
 
 
-def visits_of_list(network: Network, budget: Budget, normal: np.ndarray, folder: Path) -> Visits:
+def visits_of_list(
+    network: Network,
+    budget: Budget,
+    normal: np.ndarray,
+    folder: Path,
+    steady: tuple[MelSpec, np.ndarray] | None = None,  # without a model: features and levels [S, N, V], dB
+) -> Visits:
     "Visit what the list shows, night by night; a leak that was found is repaired, and its sensor leaves the simulation."
     n_sensors, n_nights = network.score.shape
     false = np.zeros(n_sensors)
@@ -165,12 +173,14 @@ def visits_of_list(network: Network, budget: Budget, normal: np.ndarray, folder:
                 -60.0,
                 0.0,
                 flags_of(bool(network.silent[s, night]), False, 0.0),
-                "",
+                "" if steady is None else " ".join(f"{x:.1f}" for x in steady[1][s, night]),
             )
             for s in np.flatnonzero(np.isfinite(network.score[:, night]) & (found_at < 0)).tolist()
         ]
         with History(folder) as history:
             history.begin()
+            if steady is not None:
+                begin_without_model(history, steady[0])
             record_run(history, entries, budget, visited)
             history.commit()
             rows = sensor_table(history, budget, normal=normal, audits=0)

@@ -21,7 +21,7 @@ NEEDED: dict[Any, list[str]] = {
     Search: ["mels", "--out", "search"],
     Evaluate: ["mels", "--model", "m.pt"],
     Predict: ["wavs", "--model", "m.pt"],
-    Nightly: ["wavs", "--model", "m.pt", "--state", "nightly"],
+    Nightly: ["wavs", "--state", "nightly"],
     Retrain: ["new", "--out", "rounds", "--replay", "old", "--testing", "test"],
 }
 

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
 from functools import lru_cache
@@ -28,19 +29,23 @@ import numpy as np
 import pandas as pd
 
 from leakmel.core.comparison import text_key
-from leakmel.core.errors import DataError, RecordingError, UsageError, how_many, show_path
+from leakmel.core.errors import DataError, RecordingError, SpecError, UsageError, how_many, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.locks import OutputLock
 from leakmel.core.progress import Progress
 from leakmel.core.store import Folder
+from leakmel.dataset.loader import FACTS
+from leakmel.dataset.schema import Rejected
 from leakmel.detector.data.segments import Segments, conform_recording, cut_into_rows
 from leakmel.detector.model.detector import Detector, required_spec, spec_differences
+from leakmel.detector.predict.predict import ScoredRecording
 from leakmel.extras.nightly.history import N_BANDS, History, HistoryEntry
 from leakmel.mel.engines import Engine, open_engine
-from leakmel.mel.spec import MelSpec
-from leakmel.recordings.naming import dashed_date
+from leakmel.mel.spec import MelSpec, mel_corners_hz, spec_from_dict
+from leakmel.recordings.conform import FIGURES, quality_figures
+from leakmel.recordings.naming import NameParts, dashed_date
 from leakmel.recordings.tables import csv_table, decode_text, encoding_of, read_table_bytes, read_text
-from leakmel.recordings.wav import read_wav
+from leakmel.recordings.wav import ReadFailureGuard, Recording, read_wav
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #944c5103
 MIN_NIGHTS = 5  # first nights of a sensor, which are compared with other places
@@ -117,6 +122,26 @@ _MOST = 10.0  # e-value of a night
 _LEAST = 0.1
 
 
+_FAR = 4.0  # deviations: a night with a tap that runs all the time lies further from the others
+
+
+def without_outliers(nights: np.ndarray) -> np.ndarray:
+    "Limit the nights [R, N] of rows with enough of them to the range of those before the last one."
+    enough = np.isfinite(nights[:, :-1]).sum(1) >= MIN_NIGHTS
+    own = nights[enough]
+    middle = np.nanmedian(own[:, :-1], axis=1, keepdims=True)
+    spread = 1.4826 * np.nanmedian(np.abs(own[:, :-1] - middle), axis=1, keepdims=True)
+    far = _FAR * np.maximum(spread, _MIN_SD)
+    limited = nights.copy()
+    limited[enough] = np.clip(own, middle - far, middle + far)
+    return limited
+
+
+def above_hum(values: np.ndarray) -> np.ndarray:
+    "Leave out the lowest quarter of the bands [..., V], where mains and pumps hum; a single value stays."
+    return values[..., values.shape[-1] // 4 :]
+
+
 class Evidence:
     """Evidence of S sensors: R_t = (1 + R_(t-1)) e_t, mean over EFFECTS.
 
@@ -125,10 +150,11 @@ class Evidence:
     sensor, so the rate of false visits is at most 1 / A per night. The bound needs independent, normally distributed logits of nights.
     """
 
-    def __init__(self, n_sensors: int):
+    def __init__(self, n_sensors: int, n_values: int = 1):
         # [S]: nights so far, mean of their logits, sum of squared deviations
         self.n, self.mean, self.m2 = np.zeros((3, n_sensors))
-        self.nights = np.full((n_sensors, WINDOW), np.nan)  # the last ones, oldest first
+        # [S, V, N] what is compared of the last nights, oldest first
+        self.nights = np.full((n_sensors, n_values, WINDOW), np.nan)
         self.r = np.zeros((len(EFFECTS), n_sensors))  # [K, S]
 
     @property
@@ -139,10 +165,14 @@ class Evidence:
     def add(
         self,
         x: np.ndarray,  # [S] logit of the night; NaN: no usable recording, nothing changes
+        values: np.ndarray | None = None,  # [S, V] what is compared; None: the logit
     ) -> None:
-        "Add a night [S] of logits, NaN without a usable recording."
+        "Add a night [S] of logits, NaN without a usable recording, and the values [S, V] that are compared instead, without outliers."
         here = np.isfinite(x)
-        nights = np.column_stack([self.nights[here], x[here]])
+        n_values = self.nights.shape[1]
+        new = (x[:, None] if values is None else values)[here, :, None]
+        stored = np.concatenate([self.nights[here], new], axis=2).reshape(-1, WINDOW + 1)
+        nights = stored if values is None else without_outliers(stored)
         known = np.isfinite(nights)
         before = known.cumsum(1)[:, -_STARTS - 1 : -1]
         total = np.where(known, nights, 0).cumsum(1)[:, -_STARTS - 1 : -1]
@@ -150,10 +180,12 @@ class Evidence:
             np.where(before > 0, rise_factors(some, before, total / np.maximum(before, 1)), 0).sum(2)
             for some in (nights[:, :-1], nights)
         ]
+        # which of the values rises is not known: the mean over them
+        odds = [x.reshape(len(EFFECTS), -1, n_values).mean(2) for x in odds]
         e = _LEAST + (1 - _LEAST) * odds[1] / np.maximum(odds[0], 1e-300)
         r = np.minimum((1 + self.r[:, here]) * np.minimum(e, _MOST), 1e12)
-        self.r[:, here] = np.where(before[:, -1] > 0, r, 0)
-        self.nights[here] = nights[:, 1:]
+        self.r[:, here] = np.where(before[::n_values, -1] > 0, r, 0)
+        self.nights[here] = stored[:, 1:].reshape(-1, n_values, WINDOW)
         self.n = self.n + here
         delta = np.where(here, x, self.mean) - self.mean
         self.mean = self.mean + delta / np.maximum(self.n, 1)
@@ -161,13 +193,13 @@ class Evidence:
 
 
 def start_of_rise(
-    nights: np.ndarray,  # [N] logits, at least two
+    nights: np.ndarray,  # [N] logits, or [N, V] values; at least two nights
     least: float = 0.0,  # Bayes factor
 ) -> int:
-    "Return the index of the first night of the most probable rise; 0 where its factor is below `least`."
+    "Return the index of the first night of the most probable rise of logits [N] or values [N, V]; 0 where its factor is below `least`."
     before = np.arange(1, len(nights))[None]
-    means = nights.cumsum()[None, :-1] / before
-    factors = rise_factors(nights[None], before, means).mean(0)[0]
+    values = nights.reshape(len(nights), -1).T
+    factors = rise_factors(values, before, values.cumsum(1)[:, :-1] / before).mean((0, 1))
     return 1 + int(factors.argmax()) if factors.max() >= least else 0
 
 
@@ -225,31 +257,54 @@ def read_features(
     has another digest than the payload that was scored, or cannot be read any more.
     """
     try:
-        with folder.local([path]) as local:
-            recording = read_wav(local[path])
-        samples, _ = conform_recording(recording, spec)
+        recording, samples, mels = _read_any(folder, engine, spec, path)
     except (RecordingError, OSError):
         return None
-    if recording.digest != digest:
-        return None
+    return (samples, mels) if recording.digest == digest else None
+
+
+def _read_any(
+    folder: Folder, engine: Engine, spec: MelSpec, path: bytes
+) -> tuple[Recording, np.ndarray, np.ndarray]:  # as of `read_features`; raises RecordingError, OSError
+    with folder.local([path]) as local:
+        recording = read_wav(local[path])
+    samples, _ = conform_recording(recording, spec)
     rows, counts = cut_into_rows(samples, spec)
     mels = np.empty((len(rows), *spec.row_shape), np.float16)
     engine.run(rows, mels)
-    return samples, mels[np.arange(spec.row_shape[0]) < counts[:, None]]
+    return recording, samples, mels[np.arange(spec.row_shape[0]) < counts[:, None]]
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #97f58960
 # noise floor, and mean level of each band from low to high, dB of the features
 Levels = tuple[float, tuple[float, ...]]
 
 
-def levels_of(mels: np.ndarray) -> Levels:
-    "Compute noise floor (level that a tenth of the segments does not exceed) and band levels of [L, S, M, T] dB."
+STEADY_BANDS = 12  # of a history without a model
+_STEADY = 0.1  # share of the segments that do not exceed the steady level of a mel band
+_NARROW = (
+    0.25  # share of the mel bands of a band that do not exceed its level: lines of a pump raise single ones
+)
+
+
+def levels_of(mels: np.ndarray, *, steady: bool = False) -> Levels:
+    """Compute noise floor (level that a tenth of the segments does not exceed) and band levels of [L, S, M, T] dB.
+
+    The bands have mean levels, or steady ones: taps and cars do not last, and pumps are narrow.
+    """
     # [L, M], within the limits of the history
     by_segment = np.clip(mels.mean(axis=(1, 3), dtype=np.float64), -999, 999)
     floor = np.quantile(by_segment.mean(1), 0.1, method="lower")
+    if steady:
+        lasting = np.quantile(by_segment, _STEADY, axis=0)
+        return float(floor), tuple(float(np.quantile(part, _NARROW)) for part in mel_groups(lasting))
     spectrum = by_segment.mean(0)
     parts = np.array_split(spectrum, min(N_BANDS, len(spectrum)))
     return float(floor), tuple(float(part.mean()) for part in parts)
+
+
+def mel_groups(values: np.ndarray) -> list[np.ndarray]:
+    "Split values of mel bands [M] into those of the bands of a history without a model."
+    return np.array_split(values, min(STEADY_BANDS, len(values)))
 
 
 def recording_levels(
@@ -274,6 +329,57 @@ def recording_levels(
             return None if features is None else levels_of(features[1])
 
         return list(threads.map(of_one, paths, digests))
+
+
+def steady_levels(
+    folder: str | os.PathLike,
+    names: Mapping[bytes, NameParts],  # by path, relative to the folder
+    spec: MelSpec,
+    *,
+    progress: str = "auto",
+) -> tuple[Sequence[ScoredRecording], Sequence[Levels | None], list[Rejected]]:
+    "Read and measure recordings of a folder or URL that no model scores; also those that cannot be used."
+    guard = ReadFailureGuard()
+    with (
+        Folder(folder) as opened,
+        open_engine("auto", spec, device="cpu") as engine,
+        Progress(len(names), label="levels", show=progress) as bar,
+        ThreadPoolExecutor(engine.workers) as threads,
+    ):
+
+        def of_one(path: bytes) -> tuple[ScoredRecording, Levels] | Rejected:
+            bar.add(1)
+            try:
+                recording, _, mels = _read_any(opened, engine, spec, path)
+            except RecordingError as e:
+                guard.refused(e, path)
+                return Rejected(path, e.reject_code, e.message)
+            guard.given()
+            facts = np.zeros(1, FACTS)
+            facts["digest"] = recording.digest
+            facts[[*(FIGURES.names or ())]] = quality_figures(
+                recording.samples, recording.encoding, use_compiled=True
+            )
+            parts = names[path]
+            about = (recording.encoding, "ok", "", parts.sensor, parts.gain, parts.start_time, None)
+            return ScoredRecording(path, np.empty(0), facts[0], *about), levels_of(mels, steady=True)
+
+        found = list(threads.map(of_one, names))
+    good = [x for x in found if not isinstance(x, Rejected)]
+    rejected = [x for x in found if isinstance(x, Rejected)]
+    return [s for s, _ in good], [levels for _, levels in good], rejected
+
+
+def spec_without_model(
+    folder: str | os.PathLike, paths: Iterable[bytes]
+) -> MelSpec:  # of the first that can be read
+    "Return the features for recordings that no model scores: up to 2,048 Hz, at their own rate."
+    with Folder(folder) as opened:
+        for path in paths:
+            with suppress(RecordingError, SpecError), opened.local([path]) as local:
+                rate = read_wav(local[path]).sample_rate
+                return MelSpec.preset("disjoint", sample_rate=rate, f_max_hz=min(2048.0, rate / 2))
+    return MelSpec.preset("disjoint")
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #6c07e648
 # flags of recordings that are no evidence -> how the health of a logger names them
@@ -408,21 +514,40 @@ def add_visit(file: Path, visit: Visit) -> int:  # visits in the table
         return len({(v.sensor, v.night) for v in rows})
 
 
+def compared_nights(
+    history: History, sensor: str, after: str, until: str = "9999-12-31"
+) -> tuple[list[str], np.ndarray]:
+    """Return the last nights of a sensor with usable recordings, at most WINDOW, and what is compared of them [N, V].
+
+    That is the logit of the score, or without a model the steady level of each band in bels.
+    """
+    rows = history.query(
+        "SELECT night, score FROM nights WHERE sensor = ? AND night <= ? AND night > ? AND score IS NOT NULL ORDER BY night DESC LIMIT ?",
+        (sensor, until, after, WINDOW),
+    )[::-1]
+    if not rows or stored_spec(history) is None:
+        return [night for night, _ in rows], night_logit(np.array([score for _, score in rows]))[:, None]
+    own = history.query(
+        "SELECT night, bands FROM recordings WHERE sensor = ? AND night BETWEEN ? AND ? AND flags = '' ORDER BY night",
+        (sensor, rows[0][0], rows[-1][0]),
+    )
+    by_night = {
+        night: steady_bels([x for _, x in of_night]) for night, of_night in groupby(own, itemgetter(0))
+    }
+    return [*by_night], np.array([*by_night.values()])
+
+
 def recordings_of_visit(history: History, visit: Visit, after: str) -> list[tuple[str, str, str]]:
     """Return path, digest and night of the recordings that the outcome of a visit labels: of the nights before it, at most WINDOW, later than another night.
 
     A leak was not there before the scores rose: without a clear rise it labels the last three nights only.
     """
-    rows = history.query(
-        "SELECT night, score FROM nights WHERE sensor = ? AND night <= ? AND night > ? AND score IS NOT NULL ORDER BY night DESC LIMIT ?",
-        (visit.sensor, visit.night, after, WINDOW),
-    )
-    if not rows:
+    nights, values = compared_nights(history, visit.sensor, after, visit.night)
+    if not nights:
         return []
-    nights, scores = zip(*rows[::-1], strict=True)
     first = 0
     if visit.outcome == "leak":
-        rise = start_of_rise(night_logit(np.array(scores)), _MOST) if len(nights) > 1 else 0
+        rise = start_of_rise(above_hum(values), _MOST) if len(nights) > 1 else 0
         first = rise or max(0, len(nights) - RECENT_NIGHTS)
     return history.query(
         "SELECT path, digest, night FROM recordings WHERE sensor = ? AND night BETWEEN ? AND ? AND flags = '' ORDER BY night, digest",
@@ -463,13 +588,96 @@ _Night = tuple[int, int, float | None, float, float, str]  # the columns from re
 
 
 def _together(rows: Sequence[tuple]) -> _Night:
-    "Aggregate recordings (night, score, rms_db, floor_db, flags): the median score of the usable ones, the levels of all, the flags of most."
-    _, scores, rms_db, floor_db, flags = zip(*rows, strict=True)
+    "Aggregate recordings (night, score, rms_db, floor_db, flags, bands): the median score of the usable ones, the levels of all, the flags of most."
+    _, scores, rms_db, floor_db, flags, _ = zip(*rows, strict=True)
     usable = [score for score, text in zip(scores, flags, strict=True) if not text]
     words = " ".join(flags).split()
     common = " ".join(name for name in UNUSABLE if 2 * words.count(name) >= len(rows))
     score = median(usable) if usable else None
     return len(rows), len(usable), score, median(rms_db), median(floor_db), common
+
+
+_Compared = tuple[_Night, np.ndarray]  # and what is compared [V]
+
+
+def _of_night(rows: Sequence[tuple], has_model: bool) -> _Compared:
+    "Aggregate recordings (night, score, rms_db, floor_db, flags, bands), and return what is compared of them [V]."
+    night = _together(rows)
+    bands = [] if has_model else [text for *_, flags, text in rows if not flags]
+    return night, (steady_bels(bands) if bands else night_logit(night[2] or 0.0)[None])
+
+
+def steady_bels(bands: Sequence[str]) -> np.ndarray:  # [V]
+    "Return the median level of each band over recordings, as the history stores them, at least one, in bels."
+    return np.median([np.array(text.split(), float) for text in bands], axis=0) / 10
+
+
+WITHOUT_MODEL = "none"  # in place of the digest of a model
+_HIGH = 3.0  # deviations above the other sensors: a score of 0.5
+_LEAST_DB = 1.0  # of a deviation
+_LOWEST = 2  # bands in which flow and traffic are loudest
+_LOUDEST = 3  # one in so many bands
+
+
+def begin_without_model(history: History, spec: MelSpec) -> None:
+    "Store that nights are compared without a model, and the features."
+    history.set_meta("model", WITHOUT_MODEL)
+    history.set_meta("spec", json.dumps(spec.to_dict(), sort_keys=True))
+
+
+@lru_cache(8)
+def _spec_of(text: str) -> MelSpec:
+    return spec_from_dict(json.loads(text))
+
+
+def stored_spec(history: History) -> MelSpec | None:
+    "Return the features of a history without a model; None: it has one. Raises SpecError."
+    text = history.meta("spec")
+    return None if text is None else _spec_of(text)
+
+
+def _bels_of_night(history: History, night: str) -> dict[str, np.ndarray]:
+    "Return the steady levels [V] of each sensor that has a usable recording in a night, in bels."
+    rows = history.query(
+        "SELECT sensor, bands FROM recordings WHERE night = ? AND flags = '' ORDER BY sensor, digest",
+        (night,),
+    )
+    return {s: steady_bels([bands for _, bands in own]) for s, own in groupby(rows, itemgetter(0))}
+
+
+def compared_scores(
+    bels: np.ndarray,  # [R, V] of recordings
+    sensors: np.ndarray,  # [S, V] of all sensors of the night
+) -> np.ndarray:
+    """Return the scores [R] of recordings by their steady levels [R, V] in bels, against the sensors [S, V] of the night; 0.5 is 3 deviations above them.
+
+    Compared are the level, and the level above the lowest bands, in the third of the bands where they are most unusual.
+    """
+    z = np.zeros_like(bels)
+    for lowest in (0, _LOWEST):
+        x, others = (
+            10 * (v - v[:, :lowest].mean(1, keepdims=True) if lowest else v) for v in (bels, sensors)
+        )
+        middle = np.median(others, axis=0)
+        spread = 1.4826 * np.median(np.abs(others - middle), axis=0)
+        z += (x - middle) / np.maximum(spread, _LEAST_DB) / 2
+    loudest = np.sort(z, axis=1)[:, -max(1, z.shape[1] // _LOUDEST) :]
+    return 1 / (1 + np.exp(_HIGH - loudest.mean(1)))
+
+
+def _compare_sensors(history: History, nights: Iterable[str]) -> list[tuple[str, str]]:
+    "Score the recordings of nights against the sensors of the same night; returns the sensors and nights."
+    changed = []
+    for night in sorted(nights):
+        by_sensor = _bels_of_night(history, night)
+        rows = history.query("SELECT digest, bands FROM recordings WHERE night = ? AND flags = ''", (night,))
+        if rows:
+            bels = np.array([steady_bels([bands]) for _, bands in rows])
+            scores = compared_scores(bels, np.array([*by_sensor.values()])).round(6).tolist()
+            new = [(score, digest) for score, (digest, _) in zip(scores, rows, strict=True)]
+            history.write("UPDATE recordings SET score = ?1 WHERE digest = ?2 AND score != ?1", new)
+        changed += [(s, night) for s in by_sensor]
+    return changed
 
 
 def all_sensors(history: History) -> list[str]:
@@ -482,6 +690,15 @@ def all_sensors(history: History) -> list[str]:
     return [sensor for (sensor,) in history.query(sql)]
 
 
+def _write_visits(history: History, visits: Mapping[str, str] | None) -> tuple[dict[str, str], list[str]]:
+    "Write visits as of `record_run`; return all of the history, and the sensors whose visit changed."
+    stored = dict(history.query("SELECT sensor, night FROM visits"))
+    visited = stored if visits is None else dict(visits)
+    history.write("DELETE FROM visits WHERE sensor = ?", [(s,) for s in stored.keys() - visited.keys()])
+    history.write("INSERT OR REPLACE INTO visits VALUES (?, ?)", sorted(visited.items() - stored.items()))
+    return visited, [s for s, _ in visited.items() ^ stored.items()]
+
+
 def record_run(
     history: History, entries: Sequence[HistoryEntry], budget: Budget, visits: Mapping[str, str] | None = None
 ) -> list[HistoryEntry]:
@@ -491,21 +708,23 @@ def record_run(
     The evidence of the sensors is computed again from the first changed night on.
     """
     new = history.add_recordings(entries)
+    spec = stored_spec(history)
+    changed = [(h.sensor, h.night) for h in new]
+    if spec is not None:
+        changed += _compare_sensors(history, {h.night for h in new})
     # sensor -> first changed night
-    since = {h.sensor: h.night for h in sorted(new, key=lambda h: h.night, reverse=True)}
-    stored = dict(history.query("SELECT sensor, night FROM visits"))
-    visited = stored if visits is None else dict(visits)
-    history.write("DELETE FROM visits WHERE sensor = ?", [(s,) for s in stored.keys() - visited.keys()])
-    history.write("INSERT OR REPLACE INTO visits VALUES (?, ?)", sorted(visited.items() - stored.items()))
-    since |= dict.fromkeys([s for s, _ in visited.items() ^ stored.items()], "")
+    since = dict(sorted(changed, key=itemgetter(1), reverse=True))
+    visited, restarted = _write_visits(history, visits)
+    since |= dict.fromkeys(restarted, "")
     limit = f"{budget.per_100_nights!r}; evidence {_EVIDENCE}"
     if history.meta("budget") != limit:  # the first night above the limit is another one
         history.set_meta("budget", limit)
         since |= dict.fromkeys(all_sensors(history), "")
     sensors = sorted(since)
-    evidence = Evidence(len(sensors))
+    n_values = 1 if spec is None else len(above_hum(np.arange(len(mel_groups(spec.mel_hz)))))
+    evidence = Evidence(len(sensors), n_values)
     first_above: list[str | None] = [None] * len(sensors)
-    by_date: dict[str, dict[int, _Night]] = {}
+    by_date: dict[str, dict[int, _Compared]] = {}
     for k, sensor in enumerate(sensors):
         before = history.query(
             "SELECT night, first_above, n, mean, m2, r0, r1, r2 FROM nights WHERE sensor = ? AND night < ? ORDER BY night DESC LIMIT 1",
@@ -513,25 +732,24 @@ def record_run(
         )
         if before and before[0][0] > visited.get(sensor, ""):
             _, first_above[k], evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k] = before[0]
-            compared = history.query(
-                "SELECT score FROM nights WHERE sensor = ? AND night < ? AND night > ? AND score IS NOT NULL ORDER BY night DESC LIMIT ?",
-                (sensor, since[sensor], visited.get(sensor, ""), WINDOW),
-            )
-            evidence.nights[k, WINDOW - len(compared) :] = night_logit(np.array(compared[::-1]).ravel())
+            nights, compared = compared_nights(history, sensor, visited.get(sensor, ""), before[0][0])
+            evidence.nights[k, :, WINDOW - len(nights) :] = above_hum(compared).T
         rows = history.query(
-            "SELECT night, score, rms_db, floor_db, flags FROM recordings WHERE sensor = ? AND night >= ? ORDER BY night, digest",
+            "SELECT night, score, rms_db, floor_db, flags, bands FROM recordings WHERE sensor = ? AND night >= ? ORDER BY night, digest",
             (sensor, since[sensor]),
         )
         for night, own in groupby(rows, itemgetter(0)):
-            by_date.setdefault(night, {})[k] = _together(list(own))
+            by_date.setdefault(night, {})[k] = _of_night(list(own), spec is None)
     for night, of_night in sorted(by_date.items()):
         x = np.full(len(sensors), np.nan)
-        for k, (_, _, score, *_) in of_night.items():
+        values = np.full((len(sensors), n_values), np.nan)
+        for k, ((_, _, score, *_), compared) in of_night.items():
             if score is not None and night > visited.get(sensors[k], ""):
                 x[k] = night_logit(score)
-        evidence.add(x)
+                values[k] = above_hum(compared)
+        evidence.add(x, None if spec is None else values)
         written = []
-        for k, night_row in of_night.items():
+        for k, (night_row, _) in of_night.items():
             if first_above[k] is None and evidence.value[k] >= budget.limit:
                 first_above[k] = night
             state = map(float, (evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k]))
@@ -576,7 +794,7 @@ class SensorRow:
     first_above: str  # first night above the limit; empty: never since the last visit
     reason: str  # a sentence
     health: str
-    trend: float  # size of a rise for which there is evidence, in logits, else 0
+    trend: float  # size of a rise for which there is evidence, in logits, without a model in dB, else 0
     last_night: str
     nights: int  # since the first recording or the last visit, usable ones
     score: float | None  # median of the last usable night
@@ -584,6 +802,7 @@ class SensorRow:
     digest: str  # of that recording
     loudest: str  # recording with the highest level of the last seven nights
     loudest_db: float | None  # its level, dB re full scale
+    leak_score: int = 0  # 0 to 100: by the score or the evidence, whichever says more
 
 
 SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
@@ -619,23 +838,67 @@ def _rise_of(own: Sequence[tuple]) -> _Rise | None:
     return used[k][0], float(np.median(scores[:k] if k else scores)), float(np.median(scores[k:]))
 
 
-def _reason(visit: str, own: Sequence[tuple], budget: Budget, p: float, rise: _Rise | None) -> str:
-    "Say in a sentence why a sensor is on the list or not."
+_NightGains = tuple[str, np.ndarray]  # first night of a rise, and dB above the nights before it [N, V]
+_LEAST_EXCESS = 3.0  # dB that are worth a word
+
+
+def _steady_rise(history: History, sensor: str, after: str) -> _NightGains | None:
+    "Find the most probable rise of the steady noise of a sensor in the last nights after a visit; None with fewer than two."
+    nights, bels = compared_nights(history, sensor, after)
+    k = start_of_rise(above_hum(bels)) if len(nights) > 1 else 0
+    return (nights[k], 10 * (bels[k:] - np.median(bels[:k], axis=0))) if k else None
+
+
+def steady_noise(
+    spec: MelSpec,
+    over: np.ndarray | None,  # [V] dB above the other sensors in the last night; None: no usable recording
+    rise: _NightGains | None,
+) -> str:
+    "Say where the steady noise of a sensor is loudest, by how much, and since when; without a full stop."
+    gains = over if rise is None else np.median(rise[1], axis=0)
+    if gains is None:
+        return "No usable recording in the last night of the network"
+    k = int(gains.argmax())
+    if rise is None and gains[k] < _LEAST_EXCESS:
+        return "No steady noise above the other sensors"
+    wide = gains >= gains[k] / 2
+    first = k - int(np.argmin([*wide[:k][::-1], False]))
+    last = k + int(np.argmin([*wide[k + 1 :], False]))
+    corners = mel_corners_hz(spec, spec.n_mels)
+    groups = mel_groups(np.arange(spec.n_mels))
+    hz = f"{round(corners[groups[first][0]], -1):.0f}-{round(corners[groups[last][-1] + 2], -1):.0f} Hz"
+    others = "" if over is None else f"{over[k]:.0f} dB above the other sensors"
+    if rise is None:
+        return f"Steady noise at {hz}, {others}"
+    found = rise[1][:, k] >= gains[k] / 2
+    often = "every night" if found.all() else f"on {found.sum()} of {how_many(len(found), 'night')}"
+    more = f" and {others}" if over is not None and over[k] >= _LEAST_EXCESS else ""
+    return f"Steady noise at {hz}, {gains[k]:.0f} dB above the nights before{more}, {often} since {rise[0]}"
+
+
+def _reason(
+    visit: str, own: Sequence[tuple], budget: Budget, p: float, rise: _Rise | None, noise: str
+) -> str:
+    "Say in a sentence why a sensor is on the list or not; `noise` is that of `steady_noise`, empty with a model."
     n, score, first, evidence = own[-1][4:]
     when = f" on {rise[0]}, from {rise[1]:.2f} to {rise[2]:.2f}" if rise else ""
     size = f"evidence {evidence:,.0f} with a limit of {budget.limit:,.0f}"
     if visit == "evidence":
         back = " It has fallen below the limit since." if evidence < budget.limit else ""
-        return f"Scores rose{when}: {size}; on the list since {first}.{back}"
+        return f"{noise or f'Scores rose{when}'}: {size}; on the list since {first}.{back}"
     if visit == "high from the start":
         others = f"than {100 * (1 - p):.0f} % of the places without a leak that the model was evaluated on"
-        return f"The first nights already had higher scores {others if p <= 0.05 else 'than all other sensors, by far'}."
+        already = "The first nights already had higher scores"
+        return f"{noise}{'. ' * bool(noise)}{already} {others if p <= 0.05 else 'than all other sensors, by far'}."
     text = "Chosen at random: shows what the list misses. " if visit == "audit" else ""
+    text += f"{noise}. " * bool(noise)
     found = standing(n, evidence, budget)
     if found == RISING:
-        return f"{text}Scores may have risen{when}: {size}."
+        return f"{text}{'This may be a rise' if noise else f'Scores may have risen{when}'}: {size}."
     if found == TOO_FEW:
         return f"{text}Too few nights to be sure: {n:.0f} of {first_listing(budget)}."
+    if noise:
+        return f"{text}No evidence that it rose."
     last = "no usable recording" if score is None else f"median score {score:.2f}"
     usual = median(row[5] for row in own if row[5] is not None) if score is not None else 0.0
     return f"{text}No evidence that scores rose: last night {last}{'' if score is None else f', usually {usual:.2f}'}."
@@ -720,15 +983,46 @@ def sensor_table(
     visits |= dict.fromkeys(free[:audits], "audit")
     best = _best_recordings(history, week, "score")
     loudest = _best_recordings(history, week, "rms_db")
+    noise = _NoiseTexts(history, last)
     rows = []
     for s, own in by_sensor.items():
         visit, health = visits.get(s, ""), sensor_health(own, last)
-        rise = _rise_of(own) if visit == "evidence" or own[-1][7] >= budget.limit / 10 else None
-        reason = _reason(visit, own, budget, p_values.get(s, 1.0), rise)
-        rows.append(_row(s, own, visit, reason, health, rise, best.get(s, _NONE), loudest.get(s, _NONE)))
+        rises = visit == "evidence" or own[-1][7] >= budget.limit / 10
+        rise = _rise_of(own) if rises and noise.spec is None else None
+        text, trend = noise.of(s, rises)
+        if rise is not None:
+            trend = round(float(night_logit(rise[2]) - night_logit(rise[1])), 3)
+        reason = _reason(visit, own, budget, p_values.get(s, 1.0), rise, text)
+        found = _row(s, own, visit, reason, health, trend, best.get(s, _NONE), loudest.get(s, _NONE))
+        share = found.evidence / (found.evidence + budget.limit / 10)
+        rows.append(replace(found, leak_score=round(100 * max(found.score or 0.0, share))))
     places = {"evidence": 0, "high from the start": 1, "audit": 2, "": 3}
     rows.sort(key=lambda r: (places[r.visit], -r.evidence, -(r.score or 0.0), r.sensor))
     return [replace(r, rank=k) for k, r in enumerate(rows, 1)]
+
+
+class _NoiseTexts:
+    "What is said of the steady noise of sensors; nothing with a model."
+
+    def __init__(self, history: History, last: str):
+        self.history = history
+        self.spec = stored_spec(history)
+        self.over: dict[str, np.ndarray] = {}  # dB above the other sensors in the last night, by sensor
+        if self.spec is None:
+            return
+        self.visited = dict(history.query("SELECT sensor, night FROM visits"))
+        bels = _bels_of_night(history, last)
+        if bels:
+            middle = np.median([*bels.values()], axis=0)
+            self.over = {s: 10 * (own - middle) for s, own in bels.items()}
+
+    def of(self, sensor: str, rises: bool) -> tuple[str, float]:
+        "Return the text on a sensor, and the size of its rise in dB if it may have one."
+        if self.spec is None:
+            return "", 0.0
+        rise = _steady_rise(self.history, sensor, self.visited.get(sensor, "")) if rises else None
+        size = 0.0 if rise is None else float(np.median(rise[1], axis=0).max())
+        return steady_noise(self.spec, self.over.get(sensor), rise), round(size, 1)
 
 
 def _row(
@@ -737,7 +1031,7 @@ def _row(
     visit: str,
     reason: str,
     health: str,
-    rise: _Rise | None,
+    trend: float,
     best: tuple,
     loudest: tuple,
 ) -> SensorRow:
@@ -751,7 +1045,7 @@ def _row(
         first_above=first_above or "",
         reason=reason,
         health=health,
-        trend=round(float(night_logit(rise[2]) - night_logit(rise[1])), 3) if rise else 0.0,
+        trend=trend,
         last_night=night,
         nights=int(n),
         score=scores[-1] if scores else None,
@@ -762,9 +1056,9 @@ def _row(
     )
 
 
-def normal_medians(detector: Detector) -> np.ndarray:  # [G]
+def normal_medians(detector: Detector | None) -> np.ndarray:  # [G]
     "Return the median of the held-out scores of each group without a leak; empty if the model has none."
-    if detector.held_out is None:
+    if detector is None or detector.held_out is None:
         return np.empty(0)
     score, group = map(np.asarray, detector.held_out.normal)
     return np.array([np.median(score[group == g]) for g in np.unique(group)])
@@ -890,8 +1184,10 @@ def reference_of_history(history: History) -> Reference | None:
 
 def keep_reference(
     history: History,
-    detector: Detector,
-    given: str | os.PathLike | None,  # data set; None: the one that is stored, else the first nights
+    detector: Detector | None,
+    given: str
+    | os.PathLike
+    | None,  # data set, with a model only; None: the one that is stored, else the first nights
 ) -> None:
     """Store a data set as the reference; None: the reference that is stored, else the first nights.
 
@@ -899,10 +1195,14 @@ def keep_reference(
     """
     if given is None and history.meta("reference") is not None:
         return
-    found = reference_of_history(history) if given is None else reference_of_data_set(given, detector)
+    if detector is None or given is None:
+        found = reference_of_history(history)
+    else:
+        found = reference_of_data_set(given, detector)
     if found is None:
         return
-    normal = np.empty(0) if detector.held_out is None else detector.held_out.normal[0]
+    held_out = None if detector is None else detector.held_out
+    normal = np.empty(0) if held_out is None else held_out.normal[0]
     if len(normal) >= MIN_RECORDINGS:
         found = Reference(
             f"{found.source}; scores: held-out recordings without a leak",
@@ -921,6 +1221,7 @@ class Drift:
     ranges: Ranges  # of these
     outside: dict[str, float]  # quantity -> share of them outside the central 95 % of the reference
     sensors: dict[str, tuple[str, ...]]  # sensor -> quantities whose median lies outside
+    has_model: bool = True
 
     @property
     def moved(self) -> tuple[str, ...]:
@@ -936,7 +1237,8 @@ class Drift:
         more = "" if len(self.moved) == 1 else f"; also {', '.join(n for n in self.moved if n != name)}"
         return (
             f"Drift: the {name} of {100 * self.outside[name]:.0f} % of the recordings of the last {RECENT_DAYS} nights lies outside the central "
-            f"95 % of the reference ({self.reference.source}; 5 % is usual){more}. Scores may be wrong: label some of these recordings and retrain."
+            f"95 % of the reference ({self.reference.source}; 5 % is usual){more}. Scores may be wrong"
+            f"{': label some of these recordings and retrain' * self.has_model}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -977,4 +1279,5 @@ def drift_of(
             for s, row in zip(is_far.index, is_far.to_numpy(), strict=True)
             if row.any()
         },
+        has_model=stored_spec(history) is None,
     )

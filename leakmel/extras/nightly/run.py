@@ -52,8 +52,10 @@ from leakmel.detector.predict.scoring import RecordingList, find_recordings
 from leakmel.extras.nightly import nights
 from leakmel.extras.nightly.history import History, HistoryEntry, night_of
 from leakmel.mel.engines import open_engine
+from leakmel.mel.spec import MelSpec
 from leakmel.pages.page_figures import filled, playback, png_bytes
 from leakmel.pages.plots import f32, label_colour, styled_figure
+from leakmel.recordings.demo import LABELS
 from leakmel.recordings.labels import LABELS_COLUMNS
 from leakmel.recordings.listing import Listing
 from leakmel.recordings.manifest import Manifest, scan
@@ -211,8 +213,23 @@ def _entry(
     )
 
 
-def read_new(files: _Files, detector: Detector, history: History, device: str, progress: str) -> None:
-    "Score and measure the files that are not known."
+def _scored(
+    x: Listing, detector: Detector, spec: MelSpec, device: str, progress: str
+) -> tuple[Sequence[ScoredRecording], Sequence[nights.Levels | None], list[Rejected], list[float]]:
+    "Score and measure recordings with a detector; also those that cannot be used."
+    done = predict(
+        x.folder, detector, manifest=Manifest(x.folder, (), (x,)), device=device, progress=progress
+    )
+    digests = [s.facts["digest"].decode() for s in done.scored]
+    measured = nights.recording_levels(x.folder, done.scored.paths, digests, spec, progress=progress)
+    scores = [done.rule.score(s.segment_scores) for s in done.scored]
+    return done.scored, measured, list(done.rejections), scores
+
+
+def read_new(
+    files: _Files, detector: Detector | None, spec: MelSpec, history: History, device: str, progress: str
+) -> None:
+    "Score and measure the files that are not known; without a detector they are scored when the night is recorded."
     if not files.to_read:
         return
     new = {path: files.found[path] for path in files.to_read}
@@ -226,24 +243,19 @@ def read_new(files: _Files, detector: Detector, history: History, device: str, p
         np.full(len(new), -1, np.int16),  # no labels
         parts=names,
     )
-    done = predict(
-        files.folder, detector, manifest=Manifest(files.folder, (), (x,)), device=device, progress=progress
-    )
-    measured = nights.recording_levels(
-        files.folder,
-        done.scored.paths,
-        [s.facts["digest"].decode() for s in done.scored],
-        done.spec,
-        progress=progress,
-    )
+    if detector is None:
+        by_path = dict(zip(new, names, strict=True))
+        scored, measured, rejected = nights.steady_levels(files.folder, by_path, spec, progress=progress)
+        scores = [0.0] * len(scored)
+    else:
+        scored, measured, rejected, scores = _scored(x, detector, spec, device, progress)
     known = {text_key(sensor): sensor for sensor in nights.all_sensors(history)}
-    rejected = list(done.rejections)
     # without a time of the file, names are compared with the present time
     takes_file = files.time_from == "file"
-    times = [recording_time(new[p][2].start_time, takes_file * new[p][1]) for p in done.scored.paths]
+    times = [recording_time(new[s.path][2].start_time, takes_file * new[s.path][1]) for s in scored]
     last = history.last_night()
     latest = max((when for when, from_file in times if not from_file), default="")
-    for s, levels, (when, from_file) in zip(done.scored, measured, times, strict=True):
+    for s, score, levels, (when, from_file) in zip(scored, scores, measured, times, strict=True):
         if levels is None:
             rejected.append(Rejected(s.path, "changed", "it changed while it was read"))
             continue
@@ -252,7 +264,7 @@ def read_new(files: _Files, detector: Detector, history: History, device: str, p
             when = min(when, wrong)
         files.n_from_file += from_file
         name = _sensor_name(s.sensor)
-        entry = _entry(s, known.get(name, name), done.rule.score(s.segment_scores), levels, when, from_file)
+        entry = _entry(s, known.get(name, name), score, levels, when, from_file)
         files.entries.append(entry)
         files.paths[entry.digest] = s.path
         files.rows.append((s.path, *new[s.path][:2], entry.digest, ""))
@@ -320,7 +332,8 @@ class NightlyRun:
         high = (r for r in self.sensors if r.visit not in LISTED and (r.score or 0.0) >= 0.5)
         found: dict[str, list[str]] = {nights.RISING: [], nights.TOO_FEW: [], nights.NO_RISE: []}
         for r in sorted(high, key=lambda r: -(r.score or 0.0)):
-            name = f"{r.sensor} {r.score:.2f} ({how_many(r.nights, 'night')})"
+            shown = r.leak_score if self.model == nights.WITHOUT_MODEL else f"{r.score:.2f}"
+            name = f"{r.sensor} {shown} ({how_many(r.nights, 'night')})"
             found[nights.standing(r.nights, r.evidence, self.budget)].append(name)
         parts = [f"{why} ({len(x):,}): {', '.join(x[:MAX_NAMED])}" for why, x in found.items() if x]
         return f"High scores, {'; '.join(parts)}" if parts else ""
@@ -416,7 +429,11 @@ class NightlyRun:
                 f"{self.headline} after the night {self.last_night or '(none)'}",
                 *(f"  {text}" for text in (self.high_scores, self.first_nights) if text),
                 f"  visits, each with its reason: {show_path(self.state / VISITS_HTML)}",
-                *(f"  {r.rank:>3}  {r.sensor}  {r.visit}  {r.reason}" for r in self.sensors if r.visit),
+                *(
+                    f"  {r.rank:>3}  {r.sensor}  {r.visit}  leak score {r.leak_score}  {r.reason}"
+                    for r in self.sensors
+                    if r.visit
+                ),
                 *(
                     f"  check {how_many(len(names), 'logger')}, {kind}: {', '.join(names[:MAX_NAMED])}{' ...' * (len(names) > MAX_NAMED)}"
                     for kind, names in ill.items()
@@ -583,7 +600,8 @@ are independent and their scores normally distributed; similar nights in a row r
 {{ how_many(r.nights, 'night') }}{% if r.first_above %}<br>above the limit since {{ r.first_above }}{% endif %}</div></td>
 <td>{% if r.visit == 'evidence' %}{{ curve(r.sensor, done.curves.get(r.sensor)) }}
 <div class='name'>{{ evidence(r.evidence) }}, limit {{ whole(limit) }}</div>{% else %}
-<div class='name'>{{ 'no usable recording' if r.score is none else 'score {:.2f} in the last night'.format(r.score) }}</div>{% endif %}</td>
+<div class='name'>{{ 'no usable recording' if r.score is none else 'score {:.2f} in the last night'.format(r.score) }}</div>{% endif %}
+<div class='name'>leak score {{ r.leak_score }} of 100</div></td>
 {%- set clip = clips.get(r.digest) %}
 <td>{% if clip %}<img class='mel' alt='spectrogram' src='{{ clip.png }}'>
 <audio controls preload='none' src='{{ clip.wav }}'></audio>{% endif %}
@@ -611,11 +629,11 @@ are independent and their scores normally distributed; similar nights in a row r
 {%- endif %}
 <h2>All sensors</h2>
 <div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>rise</th>
-<th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
+<th class='n'>leak score</th><th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
 </thead><tbody>{%- for r in done.sensors[:most] %}
 <tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }}</td><td>{{ health(r.health) }}</td>
 <td class='n'>{{ evidence(r.evidence) }}</td><td class='n'>{{ '{:+.1f}'.format(r.trend) if r.trend }}</td>
-<td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td>
+<td class='n'>{{ r.leak_score }}</td><td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td>
 <td class='n'>{{ '' if r.loudest_db is none else '{:.0f}'.format(r.loudest_db) }}</td><td class='n'>{{ r.nights }}</td><td>{{ r.last_night }}</td></tr>
 {%- endfor %}</tbody></table></div>
 {%- if done.sensors|length > most %}
@@ -762,12 +780,11 @@ def write_tables(done: NightlyRun, page: str, labels: str) -> None:
             os.fsync(f.fileno())
 
 # %% ../../../nbs/extras/nightly/run.ipynb #2e361cc6
-def _clips(done: NightlyRun, paths: dict[str, bytes], detector: Detector) -> dict[str, Any]:
+def _clips(done: NightlyRun, paths: dict[str, bytes], spec: MelSpec) -> dict[str, Any]:
     "Make the players of the first sensors of the list."
     chosen = [r.digest for r in done.sensors if r.visit and r.digest in paths][:MAX_CLIPS]
     if not chosen:
         return {}
-    spec = required_spec(detector)
     with open_engine("auto", spec, device="cpu") as engine, Folder(done.folder) as folder:
         read = ((d, nights.read_features(folder, engine, spec, paths[d], d)) for d in chosen)
         return {d: clip_of(*x, spec.sample_rate, spec.long_hop) for d, x in read if x is not None}
@@ -782,6 +799,68 @@ def _places(rows: Sequence[nights.SensorRow], manifest: Manifest | None) -> dict
             found[_sensor_name(parts.sensor)] = place or found.get(_sensor_name(parts.sensor))
     return {r.sensor: place for r in rows if (place := found.get(text_key(r.sensor))) is not None}
 
+# %% ../../../nbs/extras/nightly/run.ipynb #nomod001
+_NO_MODEL = "none; the steady noise of each sensor is compared with the other sensors and with its own nights"
+
+
+def _model_of(
+    model: str | os.PathLike | Detector | None, reference: str | os.PathLike | None
+) -> tuple[Detector | None, str, str]:
+    "Return a detector, where it comes from, and its digest; all three without a model, which has no data set as its reference."
+    if model is not None:
+        detector, named = detector_of(model)
+        return detector, named, model_digest(detector)
+    if reference is None:
+        return None, nights.WITHOUT_MODEL, nights.WITHOUT_MODEL
+    raise UsageError(
+        "a data set is a reference for a model only, whose features it has",
+        code="unused-option",
+        found=f"reference {show_path(reference)}, and no model",
+        remedy="leave the reference out: the first 28 nights of the network are taken, or name a model",
+    )
+
+
+def _features(detector: Detector | None, history: History, files: _Files) -> MelSpec:
+    if detector is not None:
+        return required_spec(detector)
+    return nights.stored_spec(history) or nights.spec_without_model(files.folder, files.to_read)
+
+
+def is_without_model(state: Path) -> bool:
+    "Whether the last run with this state folder had no model."
+    with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+        return json.loads((state / SENSORS_JSON).read_bytes())["evaluation"] == _NO_MODEL
+    return False
+
+
+def _refuse_other_model(history: History, digest: str, named: str) -> None:
+    "Refuse to continue the history of another model, or one with a model without it, and the reverse."
+    known = history.meta("model")
+    if known in (None, digest):
+        return
+    kept = "the history stays as it is"
+    if known == nights.WITHOUT_MODEL:
+        message = (
+            "the history was made without a model, and its scores cannot be compared with those of a model"
+        )
+        remedy = "leave the model out, or name a new state folder for it"
+    elif digest == nights.WITHOUT_MODEL:
+        message = (
+            "the history was made with a model, and its scores cannot be compared with nights without one"
+        )
+        remedy = "name that model, or a new state folder"
+    else:
+        message = "the history was made with another model, and scores of two models cannot be compared"
+        remedy = "use that model, or a new state folder"
+    raise UsageError(
+        message,
+        code="other-model",
+        path=history.path,
+        found=f"{named} ({digest}), not {known}",
+        remedy=f"{remedy}: recordings that are still in the folder are then scored again, and {kept}; "
+        "visits.csv can be copied",
+    )
+
 # %% ../../../nbs/extras/nightly/run.ipynb #79f71ba1
 # evidence of the last nights of a sensor
 _CURVE = "SELECT (r0 + r1 + r2) / 3 FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 31"
@@ -790,8 +869,10 @@ _USABLE = "SELECT count(*) FROM nights WHERE usable > 0"
 
 def nightly(
     folder: str | os.PathLike,  # recordings in any subfolders; sensors are in names, a pattern or a table
-    model: str | os.PathLike | Detector,  # as for `predict`; a history belongs to one model
-    state: str | os.PathLike,  # folder of the history and the tables, outside `folder`; made by the first run
+    # as for `predict`; None: the steady noise of a sensor is compared with the others and with its own nights. A history belongs to one model, or to none
+    model: str | os.PathLike | Detector | None = None,
+    # folder of the history and the tables, outside `folder`; made by the first run
+    state: str | os.PathLike = "runs/nightly",
     *,
     manifest: Manifest
     | None = None,  # result of `scan` with a pattern or a table: sensors, times, coordinates
@@ -801,7 +882,7 @@ def nightly(
     # CSV file of visits with the columns sensor and night: these sensors start again. It is read together with visits.csv of the state folder, and
     # corrects it
     visited: str | os.PathLike | None = None,
-    # data set that the drift is measured against, for example the training set
+    # data set that the drift is measured against, for example the training set; with a model only
     reference: str | os.PathLike | None = None,
     # times: "name" (file name, pattern or table), "file": where there is none, the modification time, which is wrong for copies
     time_from: str = "name",
@@ -816,19 +897,10 @@ def nightly(
     target = _check_state(state, source.path)
     tables = _tables(target / VISITS_CSV, visited)
     visits = nights.read_all_visits(*tables)
-    detector, named = detector_of(model)
-    digest = model_digest(detector)
+    detector, named, digest = _model_of(model, reference)
     files = _find(source, manifest, time_from, progress)
     with History(target) as history:
-        known = history.meta("model")
-        if known not in (None, digest):
-            raise UsageError(
-                "the history was made with another model, and scores of two models cannot be compared",
-                code="other-model",
-                path=history.path,
-                found=f"{named} ({digest}), not {known}",
-                remedy="use that model, or a new state folder: recordings that are still in the folder are then scored again",
-            )
+        _refuse_other_model(history, digest, named)
         pattern = history.meta("pattern") or ""  # of the names, guessed by the first run
         if manifest is None and not any(name.sensor for *_, name in files.found.values()):
             pattern = pattern or guess_pattern(list(files.found))
@@ -836,9 +908,13 @@ def nightly(
             manifest = scan(source, pattern=pattern, with_labels=False, progress=progress)
             files = _find(source, manifest, time_from, progress)
         _sort_files(history, files)
-        read_new(files, detector, history, device, progress)
+        spec = _features(detector, history, files)
+        read_new(files, detector, spec, history, device, progress)
         history.begin()
-        history.set_meta("model", digest)
+        if detector is None:
+            nights.begin_without_model(history, spec)
+        else:
+            history.set_meta("model", digest)
         if pattern:
             history.set_meta("pattern", pattern)
         used, notes = _sort_visits(history, files.entries, visits) if tables else ([], [])
@@ -852,8 +928,8 @@ def nightly(
             folder=files.folder,
             state=target,
             model=named,
-            evaluation=evaluation_text(detector.evaluations),
-            evaluation_result=evaluation_result(detector.evaluations),
+            evaluation=evaluation_text(detector.evaluations) if detector else _NO_MODEL,
+            evaluation_result=evaluation_result(detector.evaluations) if detector else "no model",
             budget=rule,
             counts=_counts(files, len(added)),
             rejected=tuple(sorted(files.rejected, key=lambda r: r.path)),
@@ -865,8 +941,9 @@ def nightly(
             notes=(*_notes(files, pattern), *notes),
             visit_tables=tuple(map(show_path, tables)),
         )
-        page = visits_page(done, _clips(done, files.paths, detector), _places(rows, manifest))
-        write_tables(done, page, visit_labels(history, used, detector.task) if tables else "")
+        page = visits_page(done, _clips(done, files.paths, spec), _places(rows, manifest))
+        task = detector.task if detector else None
+        write_tables(done, page, visit_labels(history, used, task) if tables else "")
     return replace(done, seconds=time.perf_counter() - began)
 
 
@@ -946,13 +1023,14 @@ def _named(visits: Sequence[tuple[str, str]]) -> str:
     return ", ".join(f"{show_path(sensor)} ({night})" for sensor, night in visits[:5])
 
 # %% ../../../nbs/extras/nightly/run.ipynb #vi0000b2
-def visit_labels(history: History, visits: Sequence[nights.Visit], task: Task) -> str:
+def visit_labels(history: History, visits: Sequence[nights.Visit], task: Task | None) -> str:
     """Return the labels of recordings that follow from visits, as the content of a labels.csv.
 
-    `leak` and `no_leak` label nights before the visit; the second only if the detector has one other label.
+    `leak` and `no_leak` label nights before the visit; the second only if the detector has one other label. Without a detector they are LEAK and NOLEAK.
     """
-    others = [name for name in task.class_names if name != task.leak_label]
-    label_of = {"leak": task.leak_label} | ({"no_leak": others[0]} if len(others) == 1 else {})
+    leak, names = (task.leak_label, task.class_names) if task else (LABELS[0], LABELS)
+    others = [name for name in names if name != leak]
+    label_of = {"leak": leak} | ({"no_leak": others[0]} if len(others) == 1 else {})
     text, before = io.StringIO(), dict[str, str]()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(LABELS_COLUMNS)
