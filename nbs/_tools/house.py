@@ -26,23 +26,24 @@ RINGS = {
 # line and `strict=` of zip took 500 lines, and 7 statements of the command line. Once more for what users asked for and no cut paid: answers of five
 # lines, the newest run, reports for colleagues, names of loggers, and a detector that is fitted on all recordings took 56 statements and 569 lines.
 # And once more, by 84 statements and 156 lines: for whom probabilities hold, the curve by visits, tables and patterns together, labels that lie elsewhere.
-# Then ring 3 by 273 for nights and visits, which were promised 800 more, and the others by 368, with 11 tests: audio that clips and recordings
-# share, sensors that are guessed from names, next commands that hold, times of a training, advice on batches, thresholds that can be moved,
-# plurals, wrong options.
+# Then ring 3 by 273 for nights and visits, and the others by 368, with 11 tests: audio that clips and recordings share, sensors that are guessed from
+# names, next commands that hold, times of a training, advice on batches, thresholds that can be moved, plurals, wrong options.
+# At last decisions on features saved 309 statements, and these took 393: a list of sensors without a model (249; nights have 510 of the 800 that they
+# were promised), networks that are fitted on all recordings (119), and sensor, time and label of leaks that a table or a data set shows.
 BUDGETS = {
-    "statements": 27_056,  # only goes down
-    "statements, rings 0 and 1": 14_326,  # only goes down
-    "statements, ring 2": 6_754,  # only goes down
-    "statements, ring 3": 5_722,  # only goes down
-    "statements, command line": 254,  # only goes down
-    "lines": 49_869,  # only goes down
+    "statements": 27_600,  # only goes down
+    "statements, rings 0 and 1": 14_395,  # only goes down
+    "statements, ring 2": 6_887,  # only goes down
+    "statements, ring 3": 6_063,  # only goes down
+    "statements, command line": 255,  # only goes down
+    "lines": 50_827,  # only goes down
     "modules": 95,  # only goes down
     "modules under 40 statements": 2,  # only goes down
-    "packed assignments": 351,  # only goes down
+    "packed assignments": 352,  # only goes down
     "packed assignments of more than two": 38,  # only goes down
     "imports of private names": 0,  # only goes down
-    "exported names": 113,  # only goes down
-    "collected tests": 3_079,  # only goes down
+    "exported names": 115,  # only goes down
+    "collected tests": 3_103,  # only goes down
 }
 
 

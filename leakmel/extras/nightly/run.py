@@ -1069,7 +1069,7 @@ def _last_list(state: Path) -> tuple[dict[str, str], str]:
             code="damaged-record",
             path=listed,
             found=type(e).__name__,
-            remedy="delete this file and run leakmel nightly again: it writes the list from the history",
+            remedy="move this file elsewhere and run leakmel nightly again: it writes the list from the history",
         ) from e
 
 
