@@ -311,10 +311,9 @@ def _start_streams() -> None:
     "Log to stderr at the level of LEAKMEL_LOG_LEVEL; escape characters that the terminal cannot show."
     asked = os.environ.get("LEAKMEL_LOG_LEVEL", "").strip().upper() or "WARNING"
     level = int(asked) if asked.isdecimal() else logging.getLevelNamesMapping().get(asked)
-    logging.addLevelName(logging.WARNING, "warning")
     logging.basicConfig(
         level=logging.WARNING if level is None else level,
-        format="%(levelname)s: %(message)s",
+        format="%(levelname)s %(message)s",
         stream=sys.stderr,
     )
     if level is None:

@@ -332,8 +332,7 @@ def level_by_label(
         traces,
         title,
         f"Share of the recordings of each label in steps of {LEVEL_STEP_DB:g} dB"
-        + f"; not drawn, because silent: {how_many(int((~has_level).sum()), 'recording')}"
-        * (not has_level.all()),
+        + f"; without {how_many(int((~has_level).sum()), 'silent recording')}" * (not has_level.all()),
         height=300,
         xaxis={"title": {"text": "level (dB re full scale)"}},
         yaxis={"title": {"text": "recordings (%)"}, "rangemode": "tozero"},

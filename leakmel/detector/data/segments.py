@@ -45,8 +45,8 @@ def find_label(
         raise UsageError(
             "the label does not exist in the data set",
             code="unknown-label",
-            found=", ".join(map(show_path, class_names)) or "no labels",
-            expected=repr(wanted),
+            found=repr(wanted),
+            expected=f"one of {', '.join(map(show_path, class_names)) or 'no labels'}",
             remedy=remedy,
         )
     if len(found) > 1:
