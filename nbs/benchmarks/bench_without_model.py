@@ -220,6 +220,7 @@ def bench_without_model(
     log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:  # the record
     "Run the protocol."
+    head = record_head("without-model")  # the tree that runs, not the one at the end
     work = Path(folder)
     work.mkdir(parents=True, exist_ok=True)
     detector = train_detector(work, n_files, log)
@@ -234,7 +235,7 @@ def bench_without_model(
     }
     same = all(len({row[way]["leaks"] for way in WAYS}) == 1 for row in rows)
     return {
-        **record_head("without-model"),
+        **head,
         "verified": {"all_ok": same},
         "goals": goals,
         "networks": networks,
