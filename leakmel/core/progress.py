@@ -20,7 +20,7 @@ from typing import Any, Self, TextIO
 log = logging.getLogger("leakmel")
 
 # %% ../../nbs/core/progress.ipynb #8c85bce8
-def duration_text(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     "Format a duration in seconds, minutes or hours."
     if seconds < 60:
         return f"{seconds:.1f} s"
@@ -166,12 +166,12 @@ class Progress:
     def __repr__(self) -> str:
         count = f"{self.n_done:,}{'' if self.total is None else f' of {self.total:,}'} {self.unit}"
         seconds = self.seconds
-        parts = [f"{'stopped at ' * (self.state == 'stopped')}{count} in {duration_text(seconds)}"]
+        parts = [f"{'stopped at ' * (self.state == 'stopped')}{count} in {_duration_text(seconds)}"]
         rate = (self.n_done - self.n_before) / seconds if seconds > 0 else 0.0
         if rate > 0:
             parts.append(per_second(rate, self.unit))
         if self.state == "running" and rate > 0 and 0 < self.share < 1:
-            parts.append(f"about {duration_text((self.total or 0) * (1 - self.share) / rate)} left")
+            parts.append(f"about {_duration_text((self.total or 0) * (1 - self.share) / rate)} left")
         if self.note:
             parts.append(self.note)
         return (f"{self.label}: " if self.label else "") + ", ".join(parts)

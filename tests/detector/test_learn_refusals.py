@@ -21,7 +21,7 @@ from leakmel.detector.metrics.significance import Difference, interval_from_draw
 from leakmel.detector.model.files import pick_device
 from leakmel.detector.model.settings import CheckpointSettings, TrainSettings
 from leakmel.detector.train import state as training_state
-from leakmel.detector.train.loop import TrainResult, train_with_validation
+from leakmel.detector.train.loop import TrainResult, train
 from leakmel.detector.train.state import open_training, trailing_silence
 from leakmel.detector.train.step import Stepper
 from leakmel.operations.detector import Train
@@ -59,7 +59,7 @@ def trained(network: Path, out: Path, **options: Any) -> TrainResult:
         "progress": False,
         "checkpoints": CheckpointSettings(fsync=False),
     }
-    return train_with_validation(*(network / "sets" / n for n in NAMES[:2]), **given | options)
+    return train(*(network / "sets" / n for n in NAMES[:2]), **given | options)
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_trailing_silence_is_excluded_and_reported(network: Path, tmp_path: Path
         )
     ]
     files = {p.name: p for p in built}
-    done = train_with_validation(
+    done = train(
         files[NAMES[0]], out=tmp_path / "run", settings=replace(TINY, epochs=1), device="cpu", progress=False
     )
     output = "75.0% of the long segments are silence behind them and left out"

@@ -34,9 +34,6 @@ _MODEL_CARD = """
 {%- for label, n in training.by_class.items() %} {{ n }} {{ label }}{{ "" if loop.last else "," }}{% endfor %}
 
 {% endif %}
-{% if d.record.choice is mapping and d.record.choice.epochs %}
-- Length of the training: {{ d.record.choice.epochs }} epochs, the median of the best epochs of folds ({{ d.record.choice.best_epochs }})
-{% endif %}
 {% if d.record.round is mapping %}
 - Retraining round {{ d.record.round.number }}
 {% endif %}

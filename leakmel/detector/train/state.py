@@ -346,8 +346,8 @@ def learning_curves(
     table = history_table(epochs)
     curves = {
         "training loss": ("loss", LOSS_COLOR, "y"),
-        "log loss of held-out recordings": ("val_loss", "#E69F00", "y"),
-        "F1 of held-out recordings": ("f1", F1_COLOR, "y2"),
+        "log loss of validation": ("val_loss", "#E69F00", "y"),
+        "F1 of validation": ("f1", F1_COLOR, "y2"),
     }
     traces = [
         {
@@ -506,7 +506,7 @@ class TrainingDisplay(Progress):
         self.loss = math.nan
         self.table: Any = None  # handle of one output of a notebook
         super().__init__(
-            state.n_epochs * len(state.loader),
+            state.settings.epochs * len(state.loader),
             unit="batches",
             label="training",
             show=show,
@@ -543,7 +543,7 @@ class TrainingDisplay(Progress):
             if best is not None and not math.isnan(best.f1)
             else ""
         )
-        epoch = f"{min(len(s.epochs) + 1, s.n_epochs)}/{s.n_epochs}"
+        epoch = f"{min(len(s.epochs) + 1, s.settings.epochs)}/{s.settings.epochs}"
         self.update(s.stepper.n_done, f"epoch {epoch}, loss {self.loss:.3f}{f1}{doing}")
 
 # %% ../../../nbs/detector/train/state.ipynb #bc3857a1
@@ -637,17 +637,13 @@ class TrainingState:
         settings: TrainSettings,
         device: str | torch.device,
         show: str = "none",  # display of loading, as for Progress
-        # figures of each epoch from cross-validation, named as in `EpochFigures`: as many epochs are trained
-        curve: Sequence[Mapping[str, float]] = (),
     ):
         self.data = data
-        self.curve = curve
         self.settings = settings = with_length(settings, len(data.training))
         self.device = device
         self.show = show
         self.epochs: list[EpochFigures] = []  # that are over
         self.best: BestEpoch | None = None
-        self.scored: list[np.ndarray] | None = None  # scores of validation after each epoch; None: not kept
         self.first = 0  # steps that were done when this run began
         self.seconds = 0.0  # that runs before this one took
         self.open(settings.loader)
@@ -684,11 +680,6 @@ class TrainingState:
         self.loader.close()
 
     @property
-    def n_epochs(self) -> int:
-        "Most epochs of the training; the learning rate is that of `epochs` of the settings."
-        return len(self.curve) or self.settings.epochs
-
-    @property
     def is_learned(self) -> bool:
         "Whether the items of the epoch have been learned, and validation not been evaluated."
         return self.loader.order.epoch > len(self.epochs)
@@ -697,7 +688,7 @@ class TrainingState:
     def is_over(self) -> bool:
         "Whether no epoch is left, or the validation loss has not fallen for as many epochs as patience allows."
         patience = self.settings.early_stop_epochs if self.data.validation is not None else 0
-        is_last = len(self.epochs) >= self.n_epochs
+        is_last = len(self.epochs) >= self.settings.epochs
         return is_last or (not self.is_learned and should_stop(self.epochs, patience))
 
     @property
@@ -724,7 +715,7 @@ def end_epoch(
             remedy="start over with a lower learning_rate or with amp='off', and check the data set with leakmel verify",
         )
     chosen = DecisionRule() if s.vote == "auto" else DecisionRule(s.vote, s.vote_share)
-    found = state.curve[len(state.epochs)] if state.curve else {}
+    found: dict[str, Any] = {}
     is_leak = np.zeros(0, bool)
     if data.validation is not None:
         is_leak = data.validation.is_leak
@@ -737,8 +728,6 @@ def end_epoch(
             )
         chosen = choose_rule(is_leak, scores, s.vote, s.vote_share)
         found = validation_figures(scores, is_leak, chosen)
-        if state.scored is not None:
-            state.scored.append(scores)
     evaluate_s = time.perf_counter() - began
     figures = EpochFigures(
         epoch=len(state.epochs) + 1,
@@ -746,7 +735,7 @@ def end_epoch(
         learning_rate=state.stepper.optimiser.param_groups[0]["lr"],
         seconds=times["learn_s"] + evaluate_s,
         evaluate_s=evaluate_s,
-        **(learned | dict(found) | _speed(state, times) | _machine_use(state.timeline.samples)),
+        **(learned | found | _speed(state, times) | _machine_use(state.timeline.samples)),
     )
     highest = max((e.f1 for e in (*state.epochs, figures) if not math.isnan(e.f1)), default=math.nan)
     if data.validation is None or is_better(figures, state.best_figures, highest, int(is_leak.sum())):
@@ -847,7 +836,6 @@ def to_checkpoint(state: TrainingState, seconds: float) -> dict[str, Any]:
         "sums": state.sums.state_dict(),
         "epochs": [asdict(e) for e in state.epochs],
         "best": best and {"epoch": best.epoch, "net": best.net, "chosen": asdict(best.chosen)},
-        "scored": [torch.from_numpy(scores) for scores in state.scored or ()],
     }
 
 
@@ -865,8 +853,6 @@ def restore_checkpoint(state: TrainingState, values: dict[str, Any]) -> None:
             state.open(values["loader"]["kind"])
         state.loader.order.load_state_dict(values["loader"])
         state.sums.load_state_dict(values["sums"])
-        if state.scored is not None:
-            state.scored = [scores.numpy() for scores in values["scored"]]
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as e:
         raise DataError(
             "this version cannot read the checkpoint",
