@@ -1360,6 +1360,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'leakmel/detector/data/segments.py'),
                                                 'leakmel.detector.data.segments.Task.leak_label': ( 'detector/data/segments.html#task.leak_label',
                                                                                                     'leakmel/detector/data/segments.py'),
+                                                'leakmel.detector.data.segments._others_are_quiet': ( 'detector/data/segments.html#_others_are_quiet',
+                                                                                                      'leakmel/detector/data/segments.py'),
                                                 'leakmel.detector.data.segments._task_labels': ( 'detector/data/segments.html#_task_labels',
                                                                                                  'leakmel/detector/data/segments.py'),
                                                 'leakmel.detector.data.segments._tell': ( 'detector/data/segments.html#_tell',

@@ -60,13 +60,14 @@ _LEAK = re.compile(
     "leak(s|y|ing|age)?|leck(s|age)?|lek(ken|kage)?|fuites?|fugas?|perdit[ae]|vazamentos?|bursts?"
 )
 _NO = (
-    "no non not without free kein keine ohne nicht frei sans pas aucune sin ningun senza nessuna sem não geen"
+    "no non not none without free false negative zero repaired fixed former old test kein keine ohne nicht frei behoben repariert "
+    "sans pas aucune sin ningun senza nessuna sem não geen 0"
 )
 
 
 def likely_leaks(labels: Iterable[str]) -> list[str]:
     "Return the labels that name leaks by a word of their own and do not negate it (English, German, Dutch, French, Spanish, Italian, Portuguese)."
-    words = {label: {*re.findall(r"[^\W\d_]+", text_key(label).casefold())} for label in labels}
+    words = {label: {*re.findall(r"[^\W\d_]+|\d+", text_key(label).casefold())} for label in labels}
     return [
         label for label, own in words.items() if any(map(_LEAK.fullmatch, own)) and not own & {*_NO.split()}
     ]

@@ -475,8 +475,18 @@ _SENSOR = re.compile(
 def _group_columns(texts: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     "Find the columns with the sensor, by a word of the trade in the header, and the time, by what all cells hold, that have other names; one of each, or none."
     found = {
-        "sensor": [x for x in texts if _SENSOR.fullmatch(column_name(x))],
-        "start_time": [x for x, cells in texts.items() if cells and all(map(naming.whole_time, cells))],
+        # more than a material or a state, and less than a name for each recording
+        "sensor": [
+            x
+            for x, cells in texts.items()
+            if _SENSOR.fullmatch(column_name(x)) and all(cells) and 3 <= len({*cells}) < len(cells)
+        ],
+        # not a number, which can look like a date
+        "start_time": [
+            x
+            for x, cells in texts.items()
+            if cells and all(naming.whole_time(c) and not c.strip().isdecimal() for c in cells)
+        ],
     }
     found = {name: x for name, x in found.items() if name not in map(column_name, texts) and len(x) == 1}
     return {name: x[0].strip() for name, x in found.items() if _can_be_typed(x[0])}

@@ -23,7 +23,15 @@ from typing import Any, BinaryIO
 
 from leakmel.core.comparison import match_texts, text_key
 from leakmel.core.errors import DataError, UsageError, explain, how_many, show_path
-from leakmel.recordings.naming import TIME_FORMS, NameParts, Naming, fill_parts, iso_time, split_name
+from leakmel.recordings.naming import (
+    TIME_FORMS,
+    NameParts,
+    Naming,
+    fill_parts,
+    iso_time,
+    split_name,
+    whole_time,
+)
 from leakmel.recordings.problems import Problem
 from leakmel.recordings.wav import digest_of
 
@@ -313,7 +321,7 @@ def _row(cells: dict[str, str], delimiter: str) -> tuple[bytes, str, str, NamePa
     coded = text["path_base64"]
     path = base64.b64decode(coded, validate=True) if coded else os.fsencode(text["path"])
     split = split_name(text["split"]) or ""
-    when = iso_time(text["start_time"])
+    when = iso_time(text["start_time"]) or whole_time(text["start_time"])
     if b"\0" in path or {b"", b".", b".."} & set(path.split(b"/")):
         raise ValueError(
             f"the path {show_path(path)!r} is empty, not below the data folder or not in its plain form"
@@ -321,9 +329,7 @@ def _row(cells: dict[str, str], delimiter: str) -> tuple[bytes, str, str, NamePa
     if text["split"] and not split:
         raise ValueError(f"the split {text['split'][:80]!r} is not training, validation or testing")
     if text["start_time"] and not when:
-        raise ValueError(
-            f"the start time {text['start_time'][:80]!r} is not a date with a time as {TIME_FORMS}"
-        )
+        raise ValueError(f"the start time {text['start_time'][:80]!r} is not a date or time as {TIME_FORMS}")
     gain = table_number(text["gain"], delimiter) if text["gain"] else math.nan
     parts = NameParts(text["sensor"], text["recording"], when, gain, text["session"], text["folder"])
     return path, text["label"] if text_key(text["label"]) else "", split, parts

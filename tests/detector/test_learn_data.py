@@ -790,3 +790,24 @@ def test_which_loader(small, monkeypatch):
         loader = open_loader(held, 4)
         assert loader.kind == "device"
         assert loader.x.data_ptr() == held.preloaded.data_ptr()  # type: ignore[union-attr]
+
+
+@each(
+    ("names", "expected"),
+    [
+        (["Leck", "kein Leck"], "Leck"),
+        (["NOLEAK", "LEAK_SUSPECTED"], "LEAK_SUSPECTED"),
+        (["normal", "fuite"], "fuite"),
+        # a leak that is gone, another state, two that may be meant
+        (["repaired leak", "active"], None),
+        (["leak=0", "leak=1"], "leak=1"),
+        (["leck", "pump"], None),
+        (["leak small", "leak large", "no leak"], None),
+    ],
+)
+def test_the_only_label_that_names_leaks_is_taken(names, expected):
+    if expected is None:
+        with raises("unknown-label", UsageError):
+            make_task(names)
+    else:
+        assert make_task(names).leak_label == expected

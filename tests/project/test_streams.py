@@ -42,7 +42,7 @@ COMMANDS = [
         "machine cache list --cache-dir {empty}",
         "export --page {run}.ipynb",
         "fetch",
-        "machine bench {new}/bench --suite nonsense",
+        "machine bench {new}/bench --files 0",
     ),
     "review {network} --no-lab --out {new}/review",
 ]

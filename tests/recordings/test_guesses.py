@@ -131,35 +131,41 @@ def test_cells_are_looked_for_below_the_folder_only(tmp_path: Path, monkeypatch:
 @each(
     ("head", "cells", "expected"),
     [
-        (
-            ("path", "label", "Logger-ID", "When"),
-            ("L1", "2026-11-01 02:00"),
-            "sensor=Logger-ID,start_time=When",
-        ),
-        (
-            ("path", "label", "Schacht Nr.", "Datum"),
-            ("S", "1.11.2026"),
-            "sensor=Schacht Nr.,start_time=Datum",
-        ),
+        (("Logger-ID", "When"), [("L1", "2026-11-01 02:00")], "sensor=Logger-ID,start_time=When"),
+        (("Schacht Nr.", "Datum"), [("S", "1.11.2026")], "sensor=Schacht Nr.,start_time=Datum"),
         # names that leakmel knows need no proposal; two of a kind are for a person to choose from
-        (("path", "label", "sensor", "start_time"), ("L1", "2026-11-01 02:00"), ""),
-        (("path", "label", "sensor", "Logger"), ("L1", "A"), ""),
-        (("path", "label", "From", "Until"), ("2026-11-01", "2026-11-02"), ""),
+        (("sensor", "start_time"), [("L1", "2026-11-01 02:00")], ""),
+        (("sensor", "Logger"), [("L1", "A")], ""),
+        (("From", "Until"), [("2026-11-01", "2026-11-02")], ""),
         # other words and other cells, and names that cannot be typed
-        (("path", "label", "Operator", "Length"), ("Ann", "20"), ""),
-        (("path", "label", "Pipe, no", "a=b"), ("3", "2026-11-01"), ""),
+        (("Operator", "Length"), [("Ann", "20")], ""),
+        (("Pipe, no", "a=b"), [("3", "2026-11-01")], ""),
+        # a material, a state, an empty cell, a serial number
+        (("Pipe", "Valve"), [("steel", "open"), ("PE", "shut")], ""),
+        (("Logger", "When"), [("L1", "2026-11-01"), ("", "unknown")], ""),
+        (("Logger", "Serial"), [("", "20200101")], ""),
     ],
 )
 def test_sensor_and_time_of_a_table_are_proposed(tmp_path, head, cells, expected) -> None:
     put(tmp_path / "d", "a.wav")
-    table(tmp_path / "list.csv", head, ("a.wav", "leak", *cells), ("b.wav", "no leak", *cells))
+    rows = [
+        (
+            f"{'abcdefgh'[k]}.wav",
+            ("leak", "no leak")[k % 2],
+            *(c.replace("L1", f"L{k % 3}").replace("S", f"S{k % 3}") for c in cells[k % len(cells)]),
+        )
+        for k in range(8)
+    ]
+    file = table(tmp_path / "list.csv", ("path", "label", *head), *rows)
     ((kind, *_, columns),) = unused_tables(tmp_path / "d", {})
     assert (kind, columns) == ("table", expected)
+    if columns:  # the command that is proposed works
+        lm.scan(tmp_path / "d", table=file, columns=columns, progress="none")
 
 
-def test_a_column_that_does_not_always_hold_a_time_is_not_proposed(tmp_path: Path) -> None:
+def test_a_name_for_each_recording_is_no_sensor(tmp_path) -> None:
     put(tmp_path / "d", "a.wav")
-    rows = [("a.wav", "leak", "2026-11-01"), ("b.wav", "no leak", "unknown")]
-    table(tmp_path / "list.csv", ("path", "label", "When"), *rows)
+    rows = [(f"{x}.wav", ("leak", "no leak")[k % 2], f"P{k}") for k, x in enumerate("abcdef")]
+    table(tmp_path / "list.csv", ("path", "label", "Location"), *rows)
     ((*_, columns),) = unused_tables(tmp_path / "d", {})
     assert columns == ""

@@ -9,6 +9,7 @@ __all__ = []
 import logging
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,17 @@ def _tell(text: str) -> None:
     logging.getLogger("leakmel").warning(text)
 
 
+_QUIET = ["normal", "ok", "okay", "good", "quiet", "ruhig", "silence", "intact", "dicht", "none", "background", "noise"]
+
+
+def _others_are_quiet(names: Sequence[str], likely: Sequence[str]) -> bool:
+    "Whether one label names leaks, and each other one their absence."
+    others = [text_key(name).casefold() for name in names if name not in likely]
+    return len(likely) == 1 and all(
+        x in _QUIET or re.search("lea?[ck]k?|fuite|fuga|perdit|vazament|burst", x) for x in others
+    )
+
+
 def make_task(
     class_names: Sequence[str],  # of the data set, in id order
     leak_label: str = "LEAK",  # whole name of the leak label, ignoring case; LEAK also means the only label that names leaks
@@ -138,7 +150,12 @@ def make_task(
             found=f"only {show_path(names[0])}",
             remedy="put them into one folder for each label, or name their labels in a table",
         )
-    if leak_label == "LEAK" and len(likely) == 1 and likely[0].casefold() != "leak":
+    if (
+        leak_label == "LEAK"
+        and likely
+        and likely[0].casefold() != "leak"
+        and _others_are_quiet(names, likely)
+    ):
         leak_label = likely[0]
         _tell(
             f"{show_path(leak_label)} is taken as the label of leaks, because it is the only one that names them"

@@ -350,8 +350,10 @@ def evaluation_answer(
         new = "cannot be told, because the sensors of the recordings are not known"
     elif held < stats.MIN_GROUPS:
         new = f"cannot be told, because a label comes from {how_many(held, noun_of(by))}, and {stats.MIN_GROUPS} are needed"
-    more = f" (and {len(e.stamps) - 1} more: --full)" * (brief and len(e.stamps) > 1)
-    lines = [stamp + more for stamp in e.stamps[: 1 if brief else None]]
+    lines = list(e.stamps)
+    if brief and e.leaky:  # the first reason
+        stamp, *more = e.stamps[0].split("; ")
+        lines = [stamp + " (and more: --full)" * bool(more or e.stamps[1:])]
     lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
     lines += [f"not shown to be better than: {', '.join(worse)}"] * bool(worse and level == "yes")
     others = [caution for caution in e.cautions if caution not in new]
