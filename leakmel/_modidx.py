@@ -3114,6 +3114,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'leakmel/extras/nightly/run.py'),
                                             'leakmel.extras.nightly.run.NightlyRun.body': ( 'extras/nightly/run.html#nightlyrun.body',
                                                                                             'leakmel/extras/nightly/run.py'),
+                                            'leakmel.extras.nightly.run.NightlyRun.common_rise': ( 'extras/nightly/run.html#nightlyrun.common_rise',
+                                                                                                   'leakmel/extras/nightly/run.py'),
                                             'leakmel.extras.nightly.run.NightlyRun.first_nights': ( 'extras/nightly/run.html#nightlyrun.first_nights',
                                                                                                     'leakmel/extras/nightly/run.py'),
                                             'leakmel.extras.nightly.run.NightlyRun.headline': ( 'extras/nightly/run.html#nightlyrun.headline',

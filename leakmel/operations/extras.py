@@ -750,7 +750,7 @@ class Nightly(Operation):
     columns: str = option("", metavar="NAME=COLUMN,...")
     # pattern of the paths without extension, for example '{sensor}/{start_time}'
     pattern: str | None = option(None, metavar="TEXT")
-    # false visits per 100 sensor-nights, above 0 and at most 10; holds for independent nights of a sensor with normally distributed scores
+    # false visits per 100 sensor-nights, 0.000001 to 10; holds for independent nights of a sensor with normally distributed scores
     budget: float = option(0.2, metavar="N")
     # random visits per night
     audits: int = 2

@@ -334,7 +334,11 @@ def test_no_other_training_is_replaced(sets, alone, tmp_path):
     lm.train(sets["training"], out=tmp_path / "b", settings=net, **QUIET)
     with raises("other-training", UsageError, path=tmp_path / "b"):
         lm.train(sets["training"], out=tmp_path / "b", settings=spectral, **QUIET)
+    own = tmp_path / "b" / "cross-validation" / "own.npy"
+    own.parent.mkdir(exist_ok=True)
+    own.write_bytes(b"a person's")
     lm.train(sets["training"], out=tmp_path / "b", settings=spectral, resume="never", **QUIET)
+    own.unlink()
     assert sorted(os.listdir(tmp_path / "b")) == [
         "checkpoints",
         "cross-validation",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from each import each
+from errors import raises
 from made_detectors import made_detector, noise, put
 from test_nightly import QUIET, dump, name, put_at, refused, rows_of, tables
 
@@ -218,3 +219,50 @@ def test_a_notebook_keeps_to_a_state_folder_without_a_model(tmp_path, monkeypatc
     made_detector().save(tmp_path / "model.pt")
     assert not operation.plan(notebook).files
     assert make(Nightly, given | {"state": str(tmp_path / "new")}).plan(notebook).files
+
+
+def test_a_strange_first_recording_does_not_choose_the_features(tmp_path):
+    "The rate is that of most recordings which are long enough; where none can be read, the next run chooses."
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "A_20250101_0200.wav").write_bytes(b"RIFF")
+    nightly(tmp_path / "r", state=tmp_path / "s", **QUIET)
+    put(tmp_path / "r", "B_20250102_0200.wav", noise(1)[:50], rate=100)
+    for k in range(4):
+        put(tmp_path / "r", f"P{k}_20250102_0200.wav", noise(k), rate=8000)
+    done = nightly(tmp_path / "r", state=tmp_path / "s", **QUIET)
+    assert {f"P{k}" for k in range(4)} <= {r.sensor for r in done.sensors}
+    with module.History(tmp_path / "s") as history:
+        spec = nights.stored_spec(history)
+    assert spec is not None
+    assert spec.sample_rate == 8000
+
+
+def test_a_rise_of_most_sensors_is_named(tmp_path):
+    for day, s in ((d, s) for d in range(1, 17) for s in range(6)):
+        gain = 4 if day > 11 else 1
+        put_at(tmp_path / "r", f"d{day}/{name(f'P{s}', day)}", gain * noise(100 * day + s, level=300))
+    done = nightly(tmp_path / "r", state=tmp_path / "s", audits=0, **QUIET)
+    assert done.common_rise.startswith(f"{len(done.to_visit)} of 6 sensors rose: ")
+    assert "check gain and coupling" in done.to_visit[0].reason
+    assert done.common_rise in done.text()
+    assert done.common_rise in (tmp_path / "s" / VISITS_HTML).read_text()
+
+
+def test_two_sensors_are_not_compared_with_each_other(tmp_path):
+    for s in range(2):
+        put_at(tmp_path / "r", name(f"P{s}", 1), noise(s, level=300 * 9**s))
+    done = nightly(tmp_path / "r", state=tmp_path / "s", audits=2, **QUIET)
+    assert all("not compared with others" in r.reason for r in done.sensors)
+    assert "none that is older than the recordings" in done.first_nights
+
+
+@each("bands", [["a b"], [""], ["nan 1"], ["1 2", "1"], ["inf 1"]])
+def test_levels_that_no_recording_has_are_refused(bands):
+    with raises("invalid-history"):
+        nights.steady_bels(bands)
+
+
+@each("text", ["not json", "[1]", "[" * 100_000])
+def test_features_that_cannot_be_read_are_refused(text):
+    with raises("invalid-history"):
+        nights._spec_of(text)

@@ -121,7 +121,20 @@ def _tell(text: str) -> None:
     logging.getLogger("leakmel").warning(text)
 
 
-_QUIET = ["normal", "ok", "okay", "good", "quiet", "ruhig", "silence", "intact", "dicht", "none", "background", "noise"]
+_QUIET = (
+    "normal",
+    "ok",
+    "okay",
+    "good",
+    "quiet",
+    "ruhig",
+    "silence",
+    "intact",
+    "dicht",
+    "none",
+    "background",
+    "noise",
+)
 
 
 def _others_are_quiet(names: Sequence[str], likely: Sequence[str]) -> bool:

@@ -352,13 +352,13 @@ def evaluation_answer(
         new = f"cannot be told, because a label comes from {how_many(held, noun_of(by))}, and {stats.MIN_GROUPS} are needed"
     lines = list(e.stamps)
     if brief and e.leaky:  # the first reason
-        stamp, *more = e.stamps[0].split("; ")
-        lines = [stamp + " (and more: --full)" * bool(more or e.stamps[1:])]
+        stamp, *others = e.stamps[0].split("; ")
+        lines = [stamp + " (and more: --full)" * bool(others or e.stamps[1:])]
     lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
     lines += [f"not shown to be better than: {', '.join(worse)}"] * bool(worse and level == "yes")
-    others = [caution for caution in e.cautions if caution not in new]
-    cautions = others[:1] if brief else others
-    more = f" (and {len(others) - 1} more: --full)" * (brief and len(others) > 1)
+    cautions = [caution for caution in e.cautions if caution not in new]
+    more = f" (and {len(cautions) - 1} more: --full)" * (brief and len(cautions) > 1)
+    cautions = cautions[:1] if brief else cautions
     lines.append(f"at a new {by if e.has_groups else 'sensor'}: {new}")
     reached = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}; cross-validation promised"
     promised = e.details.get("promised")

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, timedelta
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import compress, groupby
+from itertools import compress, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
@@ -56,12 +57,12 @@ _RISES = 0.5  # share of the budget for rises; the rest is for sensors that are 
 class Budget:
     "False visits that are accepted."
 
-    per_100_nights: float = 0.2  # false visits per 100 sensor-nights, above 0 and at most 10
+    per_100_nights: float = 0.2  # false visits per 100 sensor-nights, 0.000001 to 10
 
     def __post_init__(self) -> None:
-        if not 0 < self.per_100_nights <= 10:
+        if not 1e-6 <= self.per_100_nights <= 10:  # evidence has an end
             raise UsageError(
-                "the budget (false visits per 100 sensor-nights) must be above 0 and at most 10",
+                "the budget (false visits per 100 sensor-nights) must be 0.000001 to 10",
                 code="out-of-range",
                 found=self.per_100_nights,
             )
@@ -237,9 +238,12 @@ def first_nights(
     # a p-value of 0.05 needs so many places
     start = MIN_NIGHTS if n_places >= 19 else max(MIN_NIGHTS, math.ceil(budget.nights_at_start / n_sensors))
     later = nights_to_list(budget)
+    older = f"one that is older than the recordings from night {start} on"
+    if n_sensors < 3:
+        older = "but none that is older than the recordings"
     return (
-        f"First nights ({nights} of {first}): a leak can be listed from about night {first} of a sensor on, one that is older than the recordings from "
-        f"night {start} on ({how_many(n_sensors, 'sensor')}, budget {budget.per_100_nights:g}); a clear one that begins after 5, 10 or 20 quiet nights takes "
+        f"First nights ({nights} of {first}): a leak can be listed from about night {first} of a sensor on, {older} "
+        f"({how_many(n_sensors, 'sensor')}, budget {budget.per_100_nights:g}); a clear one that begins after 5, 10 or 20 quiet nights takes "
         f"{later[4]}, {later[9]} or {later[19]} nights. Until then look at the high scores: they are too few nights to be sure."
     )
 
@@ -370,16 +374,20 @@ def steady_levels(
     return [s for s, _ in good], [levels for _, levels in good], rejected
 
 
-def spec_without_model(
-    folder: str | os.PathLike, paths: Iterable[bytes]
-) -> MelSpec:  # of the first that can be read
-    "Return the features for recordings that no model scores: up to 2,048 Hz, at their own rate."
+def spec_without_model(folder: str | os.PathLike, paths: Iterable[bytes]) -> MelSpec:
+    "Return the features for recordings that no model scores: up to 2,048 Hz, at the rate that most of the first hundred have."
+    rates = Counter[int]()
     with Folder(folder) as opened:
-        for path in paths:
+        for path in islice(paths, 100):
             with suppress(RecordingError, SpecError), opened.local([path]) as local:
-                rate = read_wav(local[path]).sample_rate
-                return MelSpec.preset("disjoint", sample_rate=rate, f_max_hz=min(2048.0, rate / 2))
-    return MelSpec.preset("disjoint")
+                recording = read_wav(local[path])
+                rate = recording.sample_rate
+                spec = MelSpec.preset("disjoint", sample_rate=rate, f_max_hz=min(2048.0, rate / 2))
+                rates[rate] += len(recording.samples) >= spec.long_window
+    if not rates.total():
+        return MelSpec.preset("disjoint")
+    rate = max(rates, key=lambda rate: (rates[rate], rate))
+    return MelSpec.preset("disjoint", sample_rate=rate, f_max_hz=min(2048.0, rate / 2))
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #6c07e648
 # flags of recordings that are no evidence -> how the health of a logger names them
@@ -608,8 +616,14 @@ def _of_night(rows: Sequence[tuple], has_model: bool) -> _Compared:
 
 
 def steady_bels(bands: Sequence[str]) -> np.ndarray:  # [V]
-    "Return the median level of each band over recordings, as the history stores them, at least one, in bels."
-    return np.median([np.array(text.split(), float) for text in bands], axis=0) / 10
+    "Return the median level of each band over recordings, as the history stores them, at least one, in bels; raises DataError."
+    try:
+        found = np.array([text.split() for text in bands], float)
+        if found.ndim != 2 or not found.size or not np.isfinite(found).all():
+            raise ValueError("bands")
+    except (ValueError, AttributeError) as e:
+        raise DataError("the history holds levels that no recording has", code="invalid-history") from e
+    return np.median(found, axis=0) / 10
 
 
 WITHOUT_MODEL = "none"  # in place of the digest of a model
@@ -627,7 +641,10 @@ def begin_without_model(history: History, spec: MelSpec) -> None:
 
 @lru_cache(8)
 def _spec_of(text: str) -> MelSpec:
-    return spec_from_dict(json.loads(text))
+    try:
+        return spec_from_dict(json.loads(text))
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as e:
+        raise DataError("the features of the history cannot be read", code="invalid-history") from e
 
 
 def stored_spec(history: History) -> MelSpec | None:
@@ -993,6 +1010,8 @@ def sensor_table(
         if rise is not None:
             trend = round(float(night_logit(rise[2]) - night_logit(rise[1])), 3)
         reason = _reason(visit, own, budget, p_values.get(s, 1.0), rise, text)
+        if visit == "evidence" and "level moved" in health:
+            reason += " Its level moved in the same nights: check gain and coupling of the logger first."
         found = _row(s, own, visit, reason, health, trend, best.get(s, _NONE), loudest.get(s, _NONE))
         share = found.evidence / (found.evidence + budget.limit / 10)
         rows.append(replace(found, leak_score=round(100 * max(found.score or 0.0, share))))
@@ -1012,15 +1031,20 @@ class _NoiseTexts:
             return
         self.visited = dict(history.query("SELECT sensor, night FROM visits"))
         bels = _bels_of_night(history, last)
-        if bels:
-            middle = np.median([*bels.values()], axis=0)
-            self.over = {s: 10 * (own - middle) for s, own in bels.items()}
+        self.few = len(bels) < 3
+        everyone = np.array([*bels.values()])
+        for k, s in enumerate(bels if not self.few else ()):
+            # in a small network a sensor moves the median
+            others = np.delete(everyone, k, axis=0) if len(bels) < 20 else everyone
+            self.over[s] = 10 * (everyone[k] - np.median(others, axis=0))
 
     def of(self, sensor: str, rises: bool) -> tuple[str, float]:
         "Return the text on a sensor, and the size of its rise in dB if it may have one."
         if self.spec is None:
             return "", 0.0
         rise = _steady_rise(self.history, sensor, self.visited.get(sensor, "")) if rises else None
+        if rise is None and self.few:
+            return "Fewer than 3 sensors in the last night: not compared with others", 0.0
         size = 0.0 if rise is None else float(np.median(rise[1], axis=0).max())
         return steady_noise(self.spec, self.over.get(sensor), rise), round(size, 1)
 

@@ -339,6 +339,15 @@ class NightlyRun:
         return f"High scores, {'; '.join(parts)}" if parts else ""
 
     @property
+    def common_rise(self) -> str:
+        "Say that most sensors rose; empty if they did not."
+        n = sum(r.visit == "evidence" for r in self.sensors)
+        if n < 4 or n <= len(self.sensors) / 2:
+            return ""
+        cause = "rain, a pump or a change of all loggers is likelier than leaks"
+        return f"{n:,} of {how_many(len(self.sensors), 'sensor')} rose: {cause}. Find the cause before crews go out."
+
+    @property
     def first_nights(self) -> str:
         "Say in the first nights from which night on a leak can be listed; empty later."
         most = max((r.nights for r in self.sensors), default=0)
@@ -427,7 +436,7 @@ class NightlyRun:
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
-                *(f"  {text}" for text in (self.high_scores, self.first_nights) if text),
+                *(f"  {text}" for text in (self.common_rise, self.high_scores, self.first_nights) if text),
                 f"  visits, each with its reason: {show_path(self.state / VISITS_HTML)}",
                 *(
                     f"  {r.rank:>3}  {r.sensor}  {r.visit}  leak score {r.leak_score}  {r.reason}"
@@ -576,8 +585,8 @@ _TEMPLATE = """
 <circle cx='{{ points[-1][0] }}' cy='{{ points[-1][1] }}' r='2.5' class='dot'/></svg>{% endmacro %}
 <h1>Sensors to visit</h1>
 <p class='verdict{{ ' hot' if done.to_visit }}'>{{ done.headline }} after the night of {{ done.last_night or '(none)' }}</p>
-{%- for text in [done.high_scores, done.first_nights] + done.warnings | list if text %}
-<p class='warning'>{{ text }}{% if drift and text == drift.warning %}
+{%- for text in [done.common_rise, done.high_scores, done.first_nights] + done.warnings | list if text %}
+<p class='warning'>{{ text }}{% if drift and drift.has_model and text == drift.warning %}
 See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/retraining.ipynb</code>.{% endif %}</p>
 {%- endfor %}
 <p class='facts'>Budget: {{ '{:g}'.format(done.budget.per_100_nights) }} false visits per 100 sensor-nights, hence a limit of
@@ -641,7 +650,7 @@ are independent and their scores normally distributed; similar nights in a row r
 {%- endif %}
 <h2>Drift</h2>
 {%- if not drift %}
-<p class='facts'>There is nothing to compare with yet: give a data set (--reference), or wait for the first 28 nights.</p>
+<p class='facts'>There is nothing to compare with before the first 28 nights{{ '' if done.model == 'none' else ', or without a data set (--reference)' }}.</p>
 {%- else %}
 <p class='facts'>{{ whole(drift.n) }} recordings of the last {{ days }} nights against
 {{ whole(drift.reference.n) }} of the reference ({{ drift.reference.source }}). Bands from low to high, relative to their mean.</p>
@@ -876,7 +885,7 @@ def nightly(
     *,
     manifest: Manifest
     | None = None,  # result of `scan` with a pattern or a table: sensors, times, coordinates
-    # false visits per 100 sensor-nights, above 0 and at most 10; for nights of a sensor that are independent, with normally distributed scores
+    # false visits per 100 sensor-nights, 0.000001 to 10; for nights of a sensor that are independent, with normally distributed scores
     budget: float = 0.2,
     audits: int = 2,  # random visits per night
     # CSV file of visits with the columns sensor and night: these sensors start again. It is read together with visits.csv of the state folder, and
@@ -911,10 +920,10 @@ def nightly(
         spec = _features(detector, history, files)
         read_new(files, detector, spec, history, device, progress)
         history.begin()
-        if detector is None:
-            nights.begin_without_model(history, spec)
-        else:
+        if detector is not None:
             history.set_meta("model", digest)
+        elif files.entries:  # else nothing was read that could tell the features
+            nights.begin_without_model(history, spec)
         if pattern:
             history.set_meta("pattern", pattern)
         used, notes = _sort_visits(history, files.entries, visits) if tables else ([], [])
