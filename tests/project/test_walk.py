@@ -209,7 +209,7 @@ def nights(walk: Walk) -> None:
             put(walk.folder / "fleet" / f"LOG{1001 + s}" / name, is_leak, 100 * night + s, s % 6)
         said = walk.type("leakmel nightly fleet --model detector --state nightly")
         assert said.startswith(f"{last // 15} of 16 sensors to visit for their scores")
-    assert re.search(r"1  LOG1006  evidence  Scores rose", said)
+    assert re.search(r"1  LOG1006  evidence  leak score \d+  Scores rose", said)
     assert f"leakmel review {walk.folder / 'fleet'} --model" in walk.proposed("review")
     assert "LOG1006" in (walk.folder / "nightly" / "visits.html").read_text(encoding="utf-8")
 
