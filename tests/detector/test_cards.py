@@ -242,6 +242,7 @@ def test_commands(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     body = json.loads(capsys.readouterr().out)
     assert Path(body["card"]).is_file()
     assert body["license"] == "MIT"
+    pytest.importorskip("pyarrow")
     words = ["export", str(small_sets), "--out", str(tmp_path / "b"), "--to", "parquet", "--json"]
     assert main(words) == 0
     body = json.loads(capsys.readouterr().out)

@@ -240,6 +240,7 @@ def test_existing_output_is_not_replaced(hostile: Path, tmp_path: Path, to: str)
 
 
 def test_empty_folder_and_remains_of_a_killed_export(hostile: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
     (tmp_path / "out").mkdir()
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "files.parquet").write_text("torn")
