@@ -502,6 +502,14 @@ def nightly_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def shares_within(figures: Sequence[dict[str, Any]], nights: int) -> tuple[np.ndarray, dict[str, Any]]:
+    "Return the shares of leaks that are found within some nights, in percent, and their error bars for plotly."
+    found = [f["within"][str(nights)] for f in figures]
+    share = np.array([100 * f["share"] for f in found])
+    low, high = 100 * np.array([f["interval"] for f in found]).T
+    return share, {"type": "data", "array": high - share, "arrayminus": share - low, "thickness": 1}
+
+
 def nightly_figure(record: dict[str, Any]) -> Any:
     "Draw the share of leaks that are found within 14 nights, by false visits."
     import plotly.graph_objects as go
@@ -509,9 +517,7 @@ def nightly_figure(record: dict[str, Any]) -> Any:
     fig = go.Figure()
     for (kind, name), colour in zip(WAYS.items(), ("#1F82C6", "#009E73", "#D55E00"), strict=True):
         rows = [row[kind] for row in record["visits"]["rows"]]
-        share = [100 * r["within"]["14"]["share"] for r in rows]
-        low, high = np.array([r["within"]["14"]["interval"] for r in rows]).T * 100
-        error = {"type": "data", "array": high - share, "arrayminus": share - low, "thickness": 1}
+        share, error = shares_within(rows, 14)
         fig.add_trace(
             go.Scatter(
                 x=[r["false_per_100"] for r in rows],

@@ -50,6 +50,7 @@ from bench_nightly import (
     SensorPlan,
     Visits,
     plan_sensor,
+    shares_within,
     train_detector,
     visit_figures,
     visits_of_list,
@@ -278,9 +279,7 @@ def without_model_figure(record: dict[str, Any]) -> Any:
     fig = go.Figure()
     kinds = [row["kind"] for row in record["rows"]]
     for (way, name), colour in zip(WAYS.items(), ("#1F82C6", "#D55E00"), strict=True):
-        share = np.array([100 * row[way]["within"]["7"]["share"] for row in record["rows"]])
-        low, high = 100 * np.array([row[way]["within"]["7"]["interval"] for row in record["rows"]]).T
-        error = {"type": "data", "array": high - share, "arrayminus": share - low, "thickness": 1}
+        share, error = shares_within([row[way] for row in record["rows"]], 7)
         fig.add_trace(go.Bar(x=kinds, y=share, error_y=error, name=name, marker={"color": colour}))
     least = min(
         row["without"]["within"]["7"]["share"] / max(row["detector"]["within"]["7"]["share"], 1e-9)
