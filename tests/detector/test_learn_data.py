@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import leakmel as lm
+from leakmel.core.comparison import likely_leaks
 from leakmel.core.errors import DataError, LeakmelError, UsageError, VerifyError
 from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.reader import MelDataset, read_rows
@@ -802,12 +803,15 @@ def test_which_loader(small, monkeypatch):
         (["repaired leak", "active"], None),
         (["leak=0", "leak=1"], "leak=1"),
         (["leck", "pump"], None),
+        (["defect", "leak_free"], None),
         (["leak small", "leak large", "no leak"], None),
     ],
 )
 def test_the_only_label_that_names_leaks_is_taken(names, expected):
     if expected is None:
-        with raises("unknown-label", UsageError):
+        with raises("unknown-label", UsageError) as caught:
             make_task(names)
+        # a label that names no leak is not proposed
+        assert ("leak_label='LABEL'" in str(caught.value.remedy)) == (not likely_leaks(names))
     else:
         assert make_task(names).leak_label == expected

@@ -155,7 +155,7 @@ def make_task(
     "Create the task of classifying the labels of a data set."
     names = tuple(class_names)
     likely = likely_leaks(names)
-    remedy = f"name the label of leaks: leak_label='{(likely or names[-1:])[0]}'" if names else ""
+    remedy = f"name the label of leaks: leak_label='{(*likely, 'LABEL')[0]}'" if names else ""
     if len(names) == 1:
         raise UsageError(
             "all recordings have one label, and a detector needs recordings with and without a leak",
