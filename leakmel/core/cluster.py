@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/core/cluster.ipynb #cu000003
 import ipaddress
 import itertools
-import logging
 import sys
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -17,9 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from leakmel.core.errors import MachineError, UsageError
-
-log = logging.getLogger("leakmel")
+from leakmel.core.errors import MachineError, UsageError, log
 
 Cluster = Any  # an Executor, a distributed.Client, or the address of a Dask scheduler
 

@@ -9,6 +9,7 @@ __all__ = ['LeakmelError']
 import copyreg
 import difflib
 import errno
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -20,6 +21,8 @@ from typing import Any
 
 from leakmel.core.comparison import text_key
 from leakmel.core.error_codes import ERROR_CODES, RECORDING
+
+log = logging.getLogger("leakmel")  # of all modules
 
 # %% ../../nbs/core/errors.ipynb #3a5e90f0
 def show_path(

@@ -9,7 +9,6 @@ __all__ = []
 import ctypes
 import hashlib
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from leakmel.core.errors import log
 from leakmel.core.files import open_private, sealed, unsealed
 
 # %% ../../nbs/core/machine_code.ipynb #6d630005
@@ -197,7 +197,7 @@ class CompiledCode:
 @cache
 def _warn_once() -> None:
     "Warn once that compiled code cannot be stored; the reason is logged for each module."
-    logging.getLogger("leakmel").warning(
+    log.warning(
         "compiled code cannot be kept on disk, so each start takes seconds longer: set NUMBA_CACHE_DIR to a writable folder"
     )
 
@@ -207,7 +207,6 @@ def load_compiled(
     *others: str,  # modules whose code is part of the functions
 ) -> CompiledCode:  # raises ImportError if numba is missing, and what the module raises
     "Load the compiled functions of a module from its object file, or compile and store them."
-    log = logging.getLogger("leakmel")
     if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
         raise ImportError("NUMBA_DISABLE_JIT is set, and these functions exist only in compiled code")
     name = _file_name(module, others)

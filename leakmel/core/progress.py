@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/core/progress.ipynb #c70f5dad
 import html
 import io
-import logging
 import os
 import select
 import sys
@@ -17,7 +16,7 @@ import threading
 import time
 from typing import Any, Self, TextIO
 
-log = logging.getLogger("leakmel")
+from leakmel.core.errors import log
 
 # %% ../../nbs/core/progress.ipynb #8c85bce8
 def _duration_text(seconds: float) -> str:

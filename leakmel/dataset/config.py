@@ -7,7 +7,6 @@ __all__ = ['PipelineConfig']
 
 # %% ../../nbs/dataset/config.ipynb #7e79328f
 import json
-import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from leakmel.core.errors import DataError, OutputError, UsageError, require_choice, show_path
+from leakmel.core.errors import DataError, OutputError, UsageError, log, require_choice, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.monitor import machine_facts, usable_cores, wsl_version
 from leakmel.core.parameters import check_types, field_choices, field_kinds
@@ -28,8 +27,6 @@ from leakmel.dataset.schema import open_file
 from leakmel.mel.engines import ENGINES, DeviceOptions, Engine, engine_candidates, open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings.wav import digest_of
-
-log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/config.ipynb #d4fe9ea9
 LIMITS = {

@@ -9,7 +9,6 @@ __all__ = []
 import base64
 import functools
 import json
-import logging
 import os
 import stat
 import sys
@@ -26,7 +25,7 @@ import numpy as np
 import xxhash
 
 import leakmel
-from leakmel.core.errors import DataError, VerifyError
+from leakmel.core.errors import DataError, VerifyError, log
 from leakmel.core.files import (
     open_regular_file,
     replacing,
@@ -43,8 +42,6 @@ from leakmel.dataset.loader import ENCODINGS, FACTS, STATUSES, codes_of, decoder
 from leakmel.dataset.reader import damage_errors
 from leakmel.recordings.conform import FIGURES, native
 from leakmel.recordings.listing import DRY, Listing
-
-log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/existing.ipynb #d2c78242
 KNOWN = np.dtype(

@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/dataset/inputs.ipynb #979435d9
 import errno
-import logging
 import math
 import os
 import re
@@ -43,7 +42,6 @@ from leakmel.recordings.wav import OutOfMemory, open_regular, parse_header, read
 
 if TYPE_CHECKING:
     from leakmel.dataset.existing import Target
-log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/inputs.ipynb #bedc96a6
 def _rate_and_length(path: bytes) -> tuple[int, int] | None:
@@ -497,7 +495,7 @@ def checked_inputs(manifest: Manifest, targets: Sequence["Target"], spec: SpecLi
             check_listing(target.listing, manifest)
         decision = decide_spec(spec, [target.listing for target in targets])
         if not decision.has_majority:
-            log.warning(
+            errors.log.warning(
                 "The recordings differ: %s (%s). Other values: --sample-rate, --duration-s",
                 f"{decision.spec.sample_rate:,} Hz and {decision.spec.duration_s:g} s are taken",
                 f"{decision.reason}; {decision.changes_text}",

@@ -6,7 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/dataset/job.ipynb #b33870a8
-import logging
 import os
 import threading
 import time
@@ -49,8 +48,6 @@ from leakmel.recordings.listing import part_range
 from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.problems import Columns
 from leakmel.recordings.wav import digest_of
-
-log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/job.ipynb #8a081abd
 def waveform_shape(spec: MelSpec) -> tuple[int, int, int]:  # L, S, short_window
@@ -518,7 +515,7 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
         )
         moved.n_files = job.report.checked
     if not job.report.ok:
-        log.warning(
+        errors.log.warning(
             "%s failed verification and is rebuilt: %s",
             errors.show_path(path),
             "; ".join(job.report.problems[:3]),
@@ -547,7 +544,7 @@ def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputErro
         )
         journal = Journal(target.journal, identity, every_bytes=config.journal_bytes, sync=config.fsync)
         if why := journal.past.refusal:
-            log.warning(
+            errors.log.warning(
                 "%s: cannot resume the interrupted build, so all rows are computed again: %s",
                 errors.show_path(target.path),
                 why,
@@ -582,7 +579,7 @@ def _keep_rows(
                 moved.n_files = job.n_copied
             job.changes = existing.changes
         if job.n_done:
-            log.info(
+            errors.log.info(
                 "%s: of %d rows, %d are resumed from an interrupted build and %d copied from the data set",
                 job.split,
                 len(job.listing),

@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/dataset/loader.ipynb #9e51574a
 import base64
-import logging
 import os
 import shlex
 import threading
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.core.errors import DataError, MachineError, RecordingError, how_many, show_path
+from leakmel.core.errors import DataError, MachineError, RecordingError, how_many, log, show_path
 from leakmel.core.machine_code import BoundCall
 from leakmel.core.store import Folder
 from leakmel.dataset.schema import Rejected
@@ -31,8 +30,6 @@ from leakmel.mel.spec import MelSpec
 from leakmel.recordings import wav
 from leakmel.recordings.conform import FIGURES, add_faults, conform, digests_of, native, quality_figures
 from leakmel.recordings.listing import DRY, Listing
-
-log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/loader.ipynb #9b5a6aa5
 # Facts about one recording, known after it is read.

@@ -7,7 +7,6 @@ __all__ = ['Preloaded', 'with_spec_rules', 'preload']
 
 # %% ../../nbs/dataset/modes.ipynb #45ac9297
 import json
-import logging
 import math
 import os
 import re
@@ -31,6 +30,7 @@ from leakmel.core.errors import (
     UsageError,
     VerifyError,
     how_many,
+    log,
     show_path,
 )
 from leakmel.core.files import open_private, read_at, require_space, sealed, unsealed, write_at, write_errors
@@ -51,8 +51,6 @@ from leakmel.recordings.conform import digests_of
 from leakmel.recordings.listing import Listing
 from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.wav import CacheUse, OutOfMemory, digest_of, is_in_cache
-
-log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/modes.ipynb #b0560c18
 CACHE_VERSION = 7  # goes up with every change to what is cached, or to its layout

@@ -7,7 +7,6 @@ __all__ = ['PartLane', 'PartResult', 'run_part', 'build_part', 'AbsentEngine', '
 
 # %% ../../nbs/dataset/pipeline.ipynb #206df9ea
 import json
-import logging
 import os
 import re
 import shutil
@@ -54,8 +53,6 @@ from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.naming import split_name
 from leakmel.recordings.tables import require_same_table
 from leakmel.recordings.wav import digest_of
-
-log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/pipeline.ipynb #pt000005
 PLAN_NAME, LISTING_NAME = "plan.json", "listing.npz"
@@ -330,7 +327,7 @@ def build_part(
             stored.unlink(missing_ok=True)
     if manifest is None and labels is None and stored.is_file():
         manifest = Manifest.load(stored)
-        log.info(
+        errors.log.info(
             "%s: %s recordings, as listed for these parts", errors.show_path(target), f"{len(manifest):,}"
         )
     _, _, manifest = list_for_build(request, split, manifest, labels)
@@ -517,7 +514,7 @@ def _start_parts(
         stored = {} if request.fresh else _read_plan(folder) or {}
     plan = plan_parts(whole, stored.get("n_parts", n_wanted), spec, request)
     if stored and (differ := _differences(stored, plan)):
-        log.warning(
+        errors.log.warning(
             "%s: the parts of an interrupted build are not used: %s", errors.show_path(target), differ
         )
     if differ or not stored:  # a listing without a plan may be an old one

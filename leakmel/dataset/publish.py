@@ -8,7 +8,6 @@ __all__ = ['reused_rows_sentence', 'rate_text', 'BuildResult']
 # %% ../../nbs/dataset/publish.ipynb #b7380f48
 import ctypes
 import json
-import logging
 import os
 from base64 import b64decode
 from collections import Counter
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core.errors import DataError, OutputError, VerifyError, how_many, show_path
+from leakmel.core.errors import DataError, OutputError, VerifyError, how_many, log, show_path
 from leakmel.core.files import read_own_json, replacing, sync_folder, write_errors, write_sealed
 from leakmel.core.progress import per_second
 from leakmel.core.timeline import Timeline, mean, peak, write_timeline
@@ -36,7 +35,6 @@ from leakmel.recordings.manifest import Manifest, named_by, unlabelled_hint
 
 if TYPE_CHECKING:
     import pandas as pd
-log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/publish.ipynb #88c8dd84
 def reused_rows_sentence(

@@ -6,7 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/dataset/targets.ipynb #tg000100
-import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.core.errors import EngineError, LeakmelError, MachineError
+from leakmel.core.errors import EngineError, LeakmelError, MachineError, log
 from leakmel.core.files import write_errors
 from leakmel.core.monitor import Monitor, machine_facts, usable_cores
 from leakmel.core.progress import Progress
@@ -39,8 +38,6 @@ from leakmel.mel.spec import MelSpec
 from leakmel.recordings.conform import int16_moments, native
 from leakmel.recordings.labels import LabelTable, relabel_manifest
 from leakmel.recordings.manifest import Manifest, check_manifest
-
-log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/targets.ipynb #fbcee70f
 @contextmanager

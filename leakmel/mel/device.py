@@ -6,7 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/mel/device.ipynb #823e0b41
-import logging
 import math
 import mmap
 import re
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from leakmel.core.errors import EngineError, UsageError
+from leakmel.core.errors import EngineError, UsageError, log
 from leakmel.core.timeline import Span, Timeline
 from leakmel.mel.engines import DEVICES, EngineUnavailable, Label, Ticket
 from leakmel.mel.spec import MelSpec
@@ -148,7 +147,7 @@ class Device:
                 return other
         if not self._has_warned:
             self._has_warned = True
-            logging.getLogger("leakmel").warning(
+            log.warning(
                 "CUDA could not pin %d MB of host memory in addition to %d MB (error %d), so copies to and from %s will be slower. "
                 "Lower max_bytes_in_flight, or let this system pin more memory.",
                 made.nbytes >> 20,

@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/mel/device_engine.ipynb #dc96ff40
 import itertools
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from leakmel.core.errors import EngineError, LeakmelError, UsageError
+from leakmel.core.errors import EngineError, LeakmelError, UsageError, log
 from leakmel.core.timeline import Timeline
 from leakmel.mel.device import (
     BatchPart,
@@ -65,7 +64,8 @@ def block_size(spec: MelSpec, free_bytes: int, options: DeviceOptions) -> int:
     return max(1, min(options.max_block or MAX_BLOCK_RECORDINGS, fits, MAX_BLOCK_BYTES // per_recording))
 
 # %% ../../nbs/mel/device_engine.ipynb #2845cc05
-_LOG = logging.getLogger("leakmel")
+#| exporti
+
 
 # %% ../../nbs/mel/device_engine.ipynb #d1167729
 class DeviceRunner:
@@ -130,9 +130,7 @@ class DeviceRunner:
                 remedy="free device memory, set gpu_streams=1, or use another engine",
             ) from why
         self.n_block = max(self._granule, self.n_block // 2)
-        _LOG.warning(
-            "%s ran out of memory, continuing with blocks of %d recordings", self.title, self.n_block
-        )
+        log.warning("%s ran out of memory, continuing with blocks of %d recordings", self.title, self.n_block)
 
     def submit(self, tickets: list[DeviceTicket]) -> None:
         "Queue batches; errors are stored in their tickets."
@@ -224,7 +222,7 @@ class DeviceRunner:
             why = "the first replay gave different results"
         except Exception as e:
             why = f"{type(e).__name__}: {e}"
-        _LOG.warning("%s continues without a CUDA graph (%s)", self.title, why)
+        log.warning("%s continues without a CUDA graph (%s)", self.title, why)
         self._graphs = False
         buffers.stream.do(work)  # again: the trial has overwritten the results
 

@@ -7,7 +7,6 @@ __all__ = ['log_mel']
 
 # %% ../../nbs/mel/engines.ipynb #8f4523f8
 import ctypes
-import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from leakmel.core.errors import (
     RecordingError,
     SpecError,
     UsageError,
+    log,
     missing_package,
     require_choice,
 )
@@ -350,7 +350,7 @@ def _open_on_devices(name: str, spec: MelSpec, options: DeviceOptions | None) ->
             with open_engine(name, spec, device=f"cuda:{k}", options=options) as alone:
                 groups.setdefault(alone.identity, []).append(k)
         except EngineError as e:
-            logging.getLogger("leakmel").warning("engine %s does not use cuda:%s: %s", name, k, str(e))
+            log.warning("engine %s does not use cuda:%s: %s", name, k, str(e))
     best = max(groups.values(), key=len, default=[])
     for chosen in (best, best[:1]) if best else ():
         try:
@@ -362,9 +362,9 @@ def _open_on_devices(name: str, spec: MelSpec, options: DeviceOptions | None) ->
 
 def log_skipped_engine(engine: str, error: EngineError) -> None:
     "Log why `auto` skipped an engine: as a warning, unless the engine may be missing."
-    level = logging.INFO if isinstance(error, EngineUnavailable) and engine != "cpu" else logging.WARNING
+    tell = log.info if isinstance(error, EngineUnavailable) and engine != "cpu" else log.warning
     # as text: a log that keeps the error would keep the memory of its frames
-    logging.getLogger("leakmel").log(level, "engine %s was skipped: %s", engine, str(error))
+    tell("engine %s was skipped: %s", engine, str(error))
 
 # %% ../../nbs/mel/engines.ipynb #8c1f7bb8
 def log_mel(

@@ -6,7 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/recordings/conform.ipynb #5ecc14cc
-import logging
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import ModuleType
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from leakmel.core.errors import MachineError, RecordingError, SpecError, VerifyError
+from leakmel.core.errors import MachineError, RecordingError, SpecError, VerifyError, log
 from leakmel.core.files import read_at
 from leakmel.recordings.wav import Recording, digest_of, shortest_stall
 
@@ -300,7 +299,7 @@ def native() -> ModuleType | None:
 
         return module
     except Exception as e:  # not installed, not Linux, no or a damaged cache, wrong results: use the fallback
-        logging.getLogger("leakmel").warning(
+        log.warning(
             "recordings are read without compiled code (slower, same results), because it could not be loaded: %s: %s; "
             "if this happens again, remove the compiled code (leakmel*.o in __pycache__ of the package, or NUMBA_CACHE_DIR), "
             "or set NUMBA_CACHE_DIR to a folder that can be written",

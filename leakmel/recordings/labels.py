@@ -13,7 +13,6 @@ import functools
 import getpass
 import io
 import itertools
-import logging
 import math
 import os
 import re
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from leakmel.core import comparison, files, locks
-from leakmel.core.errors import DataError, UsageError, how_many, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, log, show_path
 from leakmel.recordings import naming, problems
 from leakmel.recordings.listing import (
     Listing,
@@ -50,8 +49,6 @@ from leakmel.recordings.tables import (
     row_error,
 )
 from leakmel.recordings.wav import pread_all, read_wav
-
-log = logging.getLogger("leakmel")
 
 # %% ../../nbs/recordings/labels.ipynb #2af99a52
 LABELS_COLUMNS = ("path", "digest", "label", "by", "when", "note")

@@ -11,7 +11,6 @@ import codecs
 import collections
 import csv
 import io
-import logging
 import math
 import os
 import re
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from leakmel.core.comparison import match_texts, text_key
-from leakmel.core.errors import DataError, UsageError, explain, how_many, show_path
+from leakmel.core.errors import DataError, UsageError, explain, how_many, log, show_path
 from leakmel.recordings.naming import (
     TIME_FORMS,
     NameParts,
@@ -34,8 +33,6 @@ from leakmel.recordings.naming import (
 )
 from leakmel.recordings.problems import Problem
 from leakmel.recordings.wav import digest_of
-
-log = logging.getLogger("leakmel")
 
 # %% ../../nbs/recordings/tables.ipynb #2c177d17
 TABLE_COLUMNS = ("path", "path_base64", "label", "split", *NameParts._fields)
