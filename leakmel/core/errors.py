@@ -174,8 +174,6 @@ class RecordingError(DataError):
         offset: int | None = None,  # byte offset in the file where the trouble starts
         remedy: str | None = None,  # what the user can do
     ):
-        if reject_code not in REJECT_CODES:
-            raise ValueError(f"unknown reject code {reject_code!r}")
         self.reject_code = reject_code
         self.offset = offset
         self.message = message if offset is None else f"{message} (byte {offset})"

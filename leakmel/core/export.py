@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from leakmel.core.errors import OutputError, VerifyError, require_package, show_path
-from leakmel.core.files import digest_of_file, replacing, write_errors
+from leakmel.core.files import digest_of_file, write_whole
 from leakmel.core.progress import Progress
 
 # %% ../../nbs/core/export.ipynb #7dd6b30a
@@ -190,10 +190,7 @@ class Card:
                 path=path,
                 remedy="choose another folder (--out), or move it elsewhere",
             )
-        with write_errors(path.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as new:
-            new.write_text(self.markdown, encoding="utf-8", errors="backslashreplace")
+        write_whole(path, self.markdown, sync=False)
 
 
 _MOST_BYTES = 1 << 26  # of a card that is read

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
 
 from leakmel.core.errors import UsageError, how_many, show_path
-from leakmel.core.files import replacing
+from leakmel.core.files import write_whole
 from leakmel.core.parameters import (
     Kinds,
     add_field_options,
@@ -420,13 +420,6 @@ def newest_files(name: str) -> list[Path]:
     return sorted(found, key=lambda p: (p.stat().st_mtime_ns, str(p)), reverse=True)
 
 
-def write_run_file(path: Path, text: str) -> Path:
-    "Write a text file in the folder of a run; raises OutputError, SpaceError."
-    with replacing(path) as new:
-        new.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
-    return path
-
-
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
     "Write plain values as summary.json of a run; raises OutputError, SpaceError."
-    return write_run_file(folder / "summary.json", json.dumps(summary, indent=1, default=str) + "\n")
+    return write_whole(folder / "summary.json", json.dumps(summary, indent=1, default=str) + "\n", sync=False)

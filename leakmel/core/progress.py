@@ -240,19 +240,7 @@ class Progress:
         self.close("done" if kind is None else "stopped")
 
 # %% ../../nbs/core/progress.ipynb #2a94c494
-class DelayedProgress(Progress):
-    "Progress that is shown only if the work takes longer than `after_s`."
-
-    def __init__(
-        self,
-        label: str,
-        *,
-        total: int | None = None,  # final count; None: unknown
-        unit: str = "files",
-        show: str = "auto",  # as for Progress
-        after_s: float = 1.0,  # seconds after which it is shown
-    ):
-        super().__init__(total, unit=unit, label=label, show=show, after_s=after_s)
+#| exporti
 
 # %% ../../nbs/core/progress.ipynb #fc54c2fa
 def announce(

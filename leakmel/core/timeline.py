@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.core.errors import DataError, how_many, require_choice
+from leakmel.core.errors import DataError, how_many
 from leakmel.core.progress import per_second, size_text
 
 # %% ../../nbs/core/timeline.ipynb #c83894d6
@@ -79,7 +79,6 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        "Length of the interval in seconds."
         return self.end_s - self.start_s
 
 # %% ../../nbs/core/timeline.ipynb #a5690d7d
@@ -126,8 +125,6 @@ class Timeline:
     @contextmanager
     def span(self, stage: str, lane: str, *, split: str = "", batch: int = -1) -> Iterator[SpanCounts]:
         "Record the body as one span; the body may fill in `n_files`, `n_bytes` and `parts`, which become further spans."
-        if stage not in STAGES:
-            raise ValueError(f"unknown stage {stage!r}, known: {', '.join(STAGES)}")
         counts = SpanCounts()
         start_s = self.now_s()
         try:
@@ -727,11 +724,6 @@ def is_short_run(timeline: Timeline) -> bool:
     return last - first < SHORT_RUN_S
 
 
-def check_analysis(analysis: str) -> None:
-    "Check how much `analysis_text` prints; raises UsageError."
-    require_choice("the parameter analysis has an unknown value", analysis, ANALYSES, code="out-of-range")
-
-
 def analysis_text(
     timeline: Timeline,
     summaries: Sequence[Mapping[str, Any]] = (),
@@ -742,9 +734,7 @@ def analysis_text(
     """Analyse a run and its splits, as text in lines of `width` characters; "" for analysis="none".
 
     The summaries are those of its builds, one per split. `auto` is short for a run of less than SHORT_RUN_S.
-    Raises UsageError for an unknown value of `analysis`.
     """
-    check_analysis(analysis)
     if analysis == "none":
         return ""
     if analysis == "auto" and is_short_run(timeline):

@@ -322,7 +322,6 @@ class EngineCost:
     source: str  # of the rate: EXPECTED, or that `tune` measured it
 
     def seconds(self, n_files: int) -> float:
-        "Expected time of a build, seconds."
         return self.start_s + n_files / self.files_per_s
 
 

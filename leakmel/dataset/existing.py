@@ -28,12 +28,12 @@ import leakmel
 from leakmel.core.errors import DataError, VerifyError, log
 from leakmel.core.files import (
     open_regular_file,
-    replacing,
     sealed,
     sync_folder,
     unsealed,
     write_all,
     write_errors,
+    write_whole,
 )
 from leakmel.core.locks import OutputLock
 from leakmel.core.store import StorePath
@@ -396,8 +396,7 @@ def write_state(
     "Write the state file of a data set."
     data = stamps.tobytes()
     head = json.dumps(_state_head(data, os.stat(made)) | {"metadata_digest": digest})
-    with replacing(state_path(target)) as new:
-        new.write_bytes(sealed(head.encode() + b"\n" + data))
+    write_whole(state_path(target), sealed(head.encode() + b"\n" + data), sync=False)
 
 
 def read_state(target: Path) -> tuple[str, np.ndarray] | None:

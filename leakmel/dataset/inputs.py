@@ -415,10 +415,6 @@ def _missing_labels(manifest: Manifest) -> list[str]:
 LABELS_DEEPER = "{session}/{label}/{**}/{*}"
 
 
-def _whole(manifest: Manifest) -> Manifest:
-    return scan(manifest.root, pattern=manifest.naming.pattern or None)
-
-
 def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataError
     "Check that a split has recordings, and that each label has some."
     if len(listing) == 0:
@@ -472,8 +468,8 @@ def check_listing(listing: Listing, manifest: Manifest) -> None:  # raises DataE
             remedy="rename one of them; label names are stored as text",
         )
     # labels that are not folders come from recordings; the whole of parts was checked; other splits may have some
-    is_whole = manifest.naming.labels_by_folder and not manifest.part_of
-    if is_whole and _missing_labels(manifest) and (missing := _missing_labels(_whole(manifest))):
+    missing = _missing_labels(manifest) if manifest.naming.labels_by_folder and not manifest.part_of else []
+    if missing and (missing := _missing_labels(scan(manifest.root, pattern=manifest.naming.pattern or None))):
         raise errors.DataError(
             f"labels have no recordings in any split: {', '.join(map(errors.show_path, missing))}",
             code="empty-label",
@@ -531,7 +527,6 @@ class BuildProposal:
         yield from (f"  or with {other}" for other in self.alternatives)
 
     def to_dict(self) -> dict[str, Any]:
-        "Return the proposal as plain values."
         return vars(self) | {"alternatives": list(self.alternatives), "cautions": list(self.cautions)}
 
 

@@ -151,12 +151,10 @@ class BuildContext:
 
     @property
     def spec(self) -> MelSpec:
-        "Settings of the features."
         return self.decision.spec
 
     @property
     def fingerprint(self) -> str:
-        "Fingerprint of features and engine."
         return self.spec.fingerprint(self.engine.identity)
 
 # %% ../../nbs/dataset/job.ipynb #794e11c5

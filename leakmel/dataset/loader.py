@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/dataset/loader.ipynb #9e51574a
 import base64
 import os
-import shlex
 import threading
 import time
 from collections import Counter
@@ -174,18 +173,6 @@ def percent(
     return f"{100 * share:.3g} %" if not 0.9995 <= share < 1 else "nearly 100 %"
 
 
-def share_sentence(
-    n_rejected: int,
-    n_found: int,
-    most: float | None,  # allowed share; None: not in the report
-) -> str:  # empty where none was rejected
-    "Describe the share of rejected files."
-    if not n_rejected:
-        return ""
-    allowed = "" if most is None else f" (at most {percent(most)} allowed)"
-    return f"{percent(n_rejected / n_found)} of the files{allowed}"
-
-
 def reasons(rejected: Sequence[Rejected]) -> str:
     "Count rejected files by code, and name the first file of the three most frequent codes."
     counts = Counter(r.code for r in rejected).most_common()
@@ -239,19 +226,6 @@ def check_bad_files(
         code="bad-file",
         path=listing.full_path(listing.paths.index(first.path)),
         remedy="repair the file or move it elsewhere, or let the build reject and list bad files (on_bad_file='reject', --on-bad-file reject)",
-    )
-
-
-def all_rejected(listing: Listing, rejected: Sequence[Rejected]) -> BadFilesError:  # to be raised
-    "Return the error for a split without valid recordings."
-    return BadFilesError(
-        "all recordings were rejected, so no data set was written",
-        rejected,
-        len(listing),
-        code="all-rejected",
-        path=listing.folder,
-        found=reasons(rejected),
-        remedy=f"check the recordings (`leakmel scan {shlex.quote(show_path(listing.folder))} --content`) and the settings channels, short, long and rate",
     )
 
 

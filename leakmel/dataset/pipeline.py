@@ -348,11 +348,9 @@ class AbsentEngine(Engine):
 
     @property
     def identity(self) -> str:
-        "Identity of the engine that computed the parts."
         return self._identity
 
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        "Raise EngineError."
         raise errors.EngineError(
             "some recordings have to be read again, and this machine cannot compute their rows",
             code="engine-missing",

@@ -32,7 +32,7 @@ from leakmel.core.errors import (
     missing_remedy,
     show_path,
 )
-from leakmel.core.files import read_at, replacing
+from leakmel.core.files import read_at, write_whole
 from leakmel.core.parameters import answer_unknown, check_types, field_choices, field_kinds
 from leakmel.dataset import schema
 from leakmel.mel.spec import MelSpec, preset_values
@@ -475,9 +475,7 @@ def write_spec(
         "preset": preset,
         "settings": changes,
     }
-    with replacing(path) as new:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(body, indent=1, allow_nan=False) + "\n", sync=False)
     return SpecFile(path, preset, changes)
 
 # %% ../../nbs/dataset/reader.ipynb #f2c66733

@@ -276,7 +276,6 @@ class RowFile:
             raise
 
     def _close(self) -> None:
-        "Close the partial file."
         fd, self.fd = self.fd, -1  # also where that fails
         if fd >= 0:
             os.close(fd)

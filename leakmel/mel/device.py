@@ -59,7 +59,6 @@ class Stream:
             fn()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        "Queue a copy."
         self.do(lambda: target.copy_(source, non_blocking=True))
 
     def wait(self, event: Event) -> None:
@@ -68,7 +67,6 @@ class Stream:
             self.raw.wait_event(event.raw)
 
     def record(self, event: Event) -> None:
-        "Record an event."
         with torch.cuda.device(self._device):
             self.raw.record_event(event.raw)
 
@@ -119,7 +117,6 @@ class Device:
         return torch.cuda.mem_get_info(self.torch_device)[0] + kept
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        "Allocate device memory."
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -170,11 +167,9 @@ class Device:
             _advise(memory, "MADV_DOFORK")
 
     def stream(self) -> Any:
-        "A new stream."
         return Stream(self.torch_device)
 
     def event(self) -> Any:
-        "A new event."
         return Event(self.torch_device)
 
     def capture(self, stream: Any, fn: Callable[[], object]) -> Callable[[], None]:
@@ -337,7 +332,6 @@ class DeviceTicket(Ticket):
         self.error = self.error or error
 
     def wait(self) -> np.ndarray:
-        "Block until the batch is computed; returns its moments [B, 5] float64, or raises the error of the batch."
         for block in self.blocks:
             block.finish()
 

@@ -305,7 +305,6 @@ class DeviceLane(EngineLane):
         return list(tickets)
 
     def close(self) -> None:
-        "Wait for all submitted batches."
         self._runner.drain()
 
 # %% ../../nbs/mel/device_engine.ipynb #7308d881

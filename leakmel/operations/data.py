@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import leakmel as lm
 from leakmel.core.comparison import likely_leaks
-from leakmel.core.errors import LeakmelError, UsageError, how_many, show_path
+from leakmel.core.errors import LeakmelError, UsageError, how_many, require_choice, show_path
 from leakmel.core.operation import (
     Operation,
     Outcome,
@@ -245,7 +245,6 @@ class BuildPlan(RowTable):
 
     @property
     def spec(self) -> "lm.MelSpec":
-        "Settings of the features."
         return self.decision.spec
 
     @property
@@ -269,7 +268,6 @@ class BuildPlan(RowTable):
         return f"{whole}: {does} (on_dry_file={rule!r})" if n else ""
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        "Pairs of a name and a text."
         from leakmel.dataset.config import slot_bytes
         from leakmel.dataset.job import waveform_shape
         from leakmel.dataset.loader import percent
@@ -412,7 +410,7 @@ class Build(WithFeatures):
 
     def plan(self, run: Run) -> BuildPlan:
         "Find the data, resolve the spec, open the engine once, and choose the results folder; raises LeakmelError for all that is wrong before the work."
-        from leakmel.core.timeline import check_analysis
+        from leakmel.core.timeline import ANALYSES
         from leakmel.dataset.config import open_chosen, plan_workers
         from leakmel.dataset.inputs import check_listing, decide_spec
         from leakmel.dataset.modes import pick_mode
@@ -420,7 +418,9 @@ class Build(WithFeatures):
         from leakmel.recordings.labels import read_labels
         from leakmel.recordings.manifest import with_guess
 
-        check_analysis(self.analysis)
+        require_choice(
+            "the parameter analysis has an unknown value", self.analysis, ANALYSES, code="out-of-range"
+        )
         root, note = find_data(self.data_root, progress=run.progress)
         if self.labels is not None:
             read_labels(self.labels)  # a wrong table is an error now
@@ -606,7 +606,7 @@ def build_answer(
     words: Sequence[str],
 ) -> list[str]:
     "Return a line on each data set, and lines on what to act on: changed and rejected recordings, and problems."
-    from leakmel.dataset.loader import share_sentence
+    from leakmel.dataset.loader import percent
     from leakmel.dataset.publish import reused_rows_sentence
     from leakmel.recordings.labels import counts_text
     from leakmel.recordings.problems import format_counts
@@ -623,7 +623,7 @@ def build_answer(
             ("", reused_rows_sentence(s)),
             (
                 "rejected: ",
-                f"{codes}: {share_sentence(n_rejected, r.found, s['pipeline']['max_rejected'])}"
+                f"{codes}: {percent(n_rejected / r.found)} of the files (at most {percent(s['pipeline']['max_rejected'])} allowed)"
                 * bool(codes),
             ),
             ("not labelled: ", s["unlabelled"] if counts["no_label"] else ""),  # with a command to paste

@@ -112,7 +112,6 @@ NOT_AVAILABLE = "not available"
 
 
 def _distinct_values(values: Iterable[Any]) -> str:
-    "Join distinct values."
     return ", ".join(dict.fromkeys(str(v) for v in values if v not in (None, ""))) or NOT_AVAILABLE
 
 

@@ -313,7 +313,6 @@ _COLOR_BAR = {
 
 
 def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, **look: Any) -> Trace:
-    "Return a line trace."
     line = {"color": colour, "width": 1}
     return {"type": "scatter", "name": name, "x": f32(x), "y": f32(y), "mode": "lines", "line": line} | look
 

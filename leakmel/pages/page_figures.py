@@ -28,7 +28,7 @@ from markupsafe import Markup
 
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, explain, show_path
-from leakmel.core.operation import write_run_file
+from leakmel.core.files import write_whole
 from leakmel.recordings.demo import wav_bytes
 from leakmel.recordings.wav import Recording
 
@@ -119,8 +119,6 @@ def embed_plotly() -> None:
         return
 
     class PageRenderer(MimetypeRenderer):
-        "Show a figure as HTML."
-
         def to_mimebundle(self, fig_dict: dict[str, Any]) -> dict[str, str]:
             return {"text/html": figure_html(json.loads(pio.to_json(fig_dict, validate=False)))}
 
@@ -225,9 +223,8 @@ def notebook_page(
             first.source = "\n\n".join(first.source.split("\n\n")[:2])
     body, _ = exporter.from_notebook_node(notebook, about)
     head = f"{_STYLE}\n{plotly_script() if n_figures else ''}\n</head>"
-    return write_run_file(
-        target, (body if code else without_folders(body)).replace("</head>", head, 1)
-    ), n_figures
+    page = (body if code else without_folders(body)).replace("</head>", head, 1)
+    return write_whole(target, page, sync=False), n_figures
 
 # %% ../../nbs/pages/page_figures.ipynb #re5a1102
 _VIRIDIS = ("440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962", "addc30", "fde725")
@@ -346,7 +343,9 @@ def write_report(
     "Write the report of a run as one HTML file that works without a network."
     lines = verdict.splitlines()
     page = filled(_REPORT, lm=lm, title=title, lines=lines, ok=ok, sections=sections, shown=_shown)
-    return write_run_file(path, without_folders(page).replace("</head>", f"{plotly_script()}</head>", 1))
+    return write_whole(
+        path, without_folders(page).replace("</head>", f"{plotly_script()}</head>", 1), sync=False
+    )
 
 # %% ../../nbs/pages/page_figures.ipynb #d865fe6d
 PLAYBACK_DB = -20.0  # RMS re full scale

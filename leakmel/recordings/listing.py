@@ -196,7 +196,6 @@ class FoundFiles:
         return self.paths[i], self.sizes[i], self.mtimes_ns[i]
 
     def add(self, path: bytes, size: int, mtime_ns: int) -> None:
-        "Append a recording."
         self.paths.append(path)
         self.sizes.append(size)
         self.mtimes_ns.append(mtime_ns)
@@ -436,7 +435,6 @@ class Listing:
         return len(self.paths)
 
     def full_path(self, i: int) -> bytes:
-        "Full path of recording `i`."
         return os.path.join(os.fsencode(self.folder), self.paths[i])
 
     @property
@@ -575,7 +573,7 @@ def read_content(
 ) -> tuple[Any, list[Problem]]:
     """Read the facts of all recordings, and a problem for each that cannot become a row; raises MachineError.
 
-    The table has a row per recording in the order of the listings, with CONTENT_COLUMNS.
+    The table has a row per recording in the order of the listings: split, path, code, message and FACTS.
     """
     import pandas as pd
 
@@ -629,7 +627,7 @@ def read_content(
 def content_columns(
     listings: Sequence[Listing],
     label_names: Sequence[str],  # in id order
-    table: Any,  # pandas.DataFrame, one row per recording in the order of the listings: CONTENT_COLUMNS and sensor
+    table: Any,  # pandas.DataFrame, one row per recording in the order of the listings: code, sensor and FACTS
 ) -> Columns:
     "Select the recordings that can become rows, as columns for the checks."
     label_id = np.concatenate([x.label_ids for x in listings])

@@ -24,7 +24,7 @@ import numpy as np
 from leakmel.core import comparison, parameters
 from leakmel.core import files as own_files
 from leakmel.core.errors import DataError, UsageError, how_many, show_path
-from leakmel.core.progress import DelayedProgress
+from leakmel.core.progress import Progress
 from leakmel.core.store import Folder, StorePath, names_in
 from leakmel.recordings import listing as files
 from leakmel.recordings import problems as checks
@@ -688,7 +688,7 @@ def scan(
     root = files.existing_folder(
         root, "give the folder that holds TRAINING, VALIDATION and TESTING, or label folders"
     )
-    with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
+    with Progress(None, label=f"listing {show_path(root.name)}", show=progress, after_s=1.0) as count:
         if table is not None:
             wanted = table_columns(columns)
             names = read_table(table, wanted, with_labels=with_labels)

@@ -456,7 +456,6 @@ class Naming:
         return _read(self, path)
 
     def to_json(self) -> str:
-        "Return JSON for the data set."
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -565,7 +564,6 @@ class PatternPreview:
     misses: tuple[str, ...]  # some paths that do not fit
 
     def to_dict(self) -> dict[str, Any]:
-        "Return it for JSON."
         return {
             "pattern": self.pattern,
             "fit": self.n_fit,

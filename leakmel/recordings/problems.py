@@ -494,7 +494,6 @@ FACTS = np.dtype(
         *conform.FIGURES.descr,
     ]
 )
-CONTENT_COLUMNS = ("split", "path", "code", "message", *(FACTS.names or ()))  # columns of the table
 
 
 def read_facts(path: str | bytes | os.PathLike) -> tuple[Any, ...]:

@@ -57,7 +57,6 @@ class NameTable:
     ignored: tuple[str, ...]  # names of columns that are not used
     extra: dict[str, list[str]]  # other columns: name -> texts
     digest: str = ""  # xxh3-128 of the file, hex
-    has_times: bool = False  # it has a column of start times, which may be empty
 
     def rows_of(self, split: str) -> list[int]:
         "Row numbers of a split, in the order of the bytes of their paths."
@@ -391,7 +390,6 @@ def read_table(
         tuple(cell for i, cell in enumerate(names) if cell and i not in used),
         {name.removeprefix("extra/"): extra[name] for name in places if name in extra.keys() - long},
         digest_of(data),
-        "start_time" in places,
     )
 
 # %% ../../nbs/recordings/tables.ipynb #589b2781

@@ -137,7 +137,6 @@ class WavHeader:
     block_align: int  # bytes per frame of all channels, as the header has it
     data_start: int  # byte offset of the first sample
     data_bytes: int  # bytes of samples
-    fmt_start: int  # byte offset of the format's fields
     unclaimed: int = 0  # bytes behind the samples that look like more samples
 
 
@@ -302,7 +301,7 @@ def parse_header(
             "unsupported", f"{n_bytes} bytes of samples, at most {MAX_SAMPLE_BYTES} are read", offset=start
         )
     unread = _unclaimed_bytes(read, fitting, n_file, size)
-    return WavHeader(container, encoding, rate, channels, bits, align, start, size, fmt_start, unread)
+    return WavHeader(container, encoding, rate, channels, bits, align, start, size, unread)
 
 # %% ../../nbs/recordings/wav.ipynb #11e4070b
 DIGEST_ALGORITHM = "xxh3-128"

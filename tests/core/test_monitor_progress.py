@@ -17,7 +17,7 @@ from each import each
 
 from leakmel.core import monitor as monitor_module
 from leakmel.core.monitor import SAMPLE_KEYS, Monitor, Sampler, machine_facts
-from leakmel.core.progress import DelayedProgress, Progress, _Terminal, front_end
+from leakmel.core.progress import Progress, _Terminal, front_end
 from leakmel.core.timeline import Timeline, mean, peak, read_timeline, write_timeline
 
 pytestmark = pytest.mark.quick
@@ -569,17 +569,17 @@ def test_count_without_total_is_shown_when_slow(caplog, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with caplog.at_level("INFO", logger="leakmel"):
-        with DelayedProgress("listing", show="log") as count:
+        with Progress(None, label="listing", show="log", after_s=1.0) as count:
             for _ in range(9):
                 now[0] += 1.0
                 count.add(1000)
-        failing = DelayedProgress("listing", show="log")
+        failing = Progress(None, label="listing", show="log", after_s=1.0)
         now[0] += 2.0
         failing.add(5)
         failing.__exit__(OSError, OSError(), None)
-        with DelayedProgress("quick", show="log") as count:
+        with Progress(None, label="quick", show="log", after_s=1.0) as count:
             count.add(3)
-        with DelayedProgress("silent", show="none") as count:
+        with Progress(None, label="silent", show="none", after_s=1.0) as count:
             now[0] += 9.0
             count.add(3)
     assert [r.getMessage() for r in caplog.records] == [

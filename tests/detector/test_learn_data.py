@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import leakmel as lm
 from leakmel.core.comparison import likely_leaks
 from leakmel.core.errors import DataError, LeakmelError, UsageError, VerifyError
-from leakmel.core.progress import DelayedProgress
+from leakmel.core.progress import Progress
 from leakmel.dataset.reader import MelDataset, read_rows
 from leakmel.detector.data import segments as data
 from leakmel.detector.data import segments as loaders
@@ -481,7 +481,8 @@ def test_other_rows_have_another_identity(tmp_path):
 @pytest.fixture
 def log(monkeypatch, caplog) -> pytest.LogCaptureFixture:
     "The log, in which everything takes long enough to be told."
-    monkeypatch.setitem(DelayedProgress.__init__.__kwdefaults__, "after_s", 0.0)
+    begin = Progress.__init__
+    monkeypatch.setattr(Progress, "__init__", lambda *args, after_s, **more: begin(*args, **more))
     caplog.set_level("INFO", "leakmel")
     return caplog
 

@@ -790,13 +790,13 @@ def test_groups_in_several_splits_are_reported(tmp_path: Path) -> None:
 @each("how", ["folders", "pattern", "table", "many"])
 def test_listing_counts_every_recording_it_finds(tmp_path, make_wav, monkeypatch, how):
     "The progress bar while a large folder is listed."
-    counts, real = [], manifest_module.DelayedProgress
+    counts, real = [], manifest_module.Progress
 
     def counted(*args, **options):
         counts.append(real(*args, **options))
         return counts[-1]
 
-    monkeypatch.setattr(manifest_module, "DelayedProgress", counted)
+    monkeypatch.setattr(manifest_module, "Progress", counted)
     for label, n in (("LEAK", 2100 if how == "many" else 5), ("NOLEAK", 3)):
         (tmp_path / "data" / label).mkdir(parents=True)
         for i in range(n):

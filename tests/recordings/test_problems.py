@@ -33,9 +33,9 @@ from leakmel.recordings.manifest import scan
 from leakmel.recordings.problems import (
     ALWAYS_SHOWN,
     CLIPPED_SHARE,
-    CONTENT_COLUMNS,
     DC_OFFSET,
     DEAD_FILES,
+    FACTS,
     KIND_GROUPS,
     WORTH_A_LOOK,
     Columns,
@@ -618,7 +618,7 @@ def test_table_of_read_recordings(messy) -> None:
     root, _ = messy
     m = scan(root, content=True, progress="none")
     assert m.content is not None
-    assert tuple(m.content.columns) == CONTENT_COLUMNS
+    assert [*m.content.columns] == ["split", "path", "code", "message", *(FACTS.names or ())]
     assert (
         m.table["path"].tolist()
         == m.content["path"].tolist()

@@ -25,7 +25,7 @@ import torch
 from leakmel.core.comparison import likely_leaks, text_key
 from leakmel.core.errors import DataError, RecordingError, UsageError, how_many, show_path
 from leakmel.core.monitor import free_memory
-from leakmel.core.progress import DelayedProgress, size_text
+from leakmel.core.progress import Progress, size_text
 from leakmel.dataset.reader import MelDataset, open_dataset, read_rows
 from leakmel.dataset.writer import map_in_order
 from leakmel.mel.spec import MelSpec
@@ -368,7 +368,7 @@ def open_parts(
 
 def row_blocks(source: MelDataset, label: str, progress: str) -> Iterator[np.ndarray]:
     "Read all rows of a data set in blocks of 512; `label` and `progress` are those of `core.progress.Progress`."
-    with DelayedProgress(label, total=len(source), unit="recordings", show=progress) as count:
+    with Progress(len(source), label=label, unit="recordings", show=progress, after_s=1.0) as count:
         for start in range(0, len(source), 512):
             rows = read_rows(source.mels, np.arange(start, min(start + 512, len(source))))
             yield rows
@@ -626,7 +626,7 @@ def load_items(ds: Segments, device: torch.device, *, progress: str = "auto") ->
     out = torch.empty((len(ds), *ds.item_shape), dtype=kind, device=device)
     step = max(1, _PIECE_BYTES * len(ds) // max(1, ds.n_bytes))
     unit = "recordings" if ds.level == "recording" else "segments"
-    with DelayedProgress("loading", total=len(ds), unit=unit, show=progress) as count:
+    with Progress(len(ds), label="loading", unit=unit, show=progress, after_s=1.0) as count:
         for start in range(0, len(ds), step):
             stop = min(start + step, len(ds))
             out[start:stop] = torch.from_numpy(ds.read(np.arange(start, stop)))

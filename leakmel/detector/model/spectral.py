@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from leakmel.core.errors import DataError, UsageError, how_many
 from leakmel.core.machine_code import CompiledCode, load_compiled
 from leakmel.core.monitor import usable_cores
-from leakmel.core.progress import DelayedProgress
+from leakmel.core.progress import Progress
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.metrics.significance import Bootstrap, ScoredModel, Verdict, give_verdict
 
@@ -436,7 +436,7 @@ def levels(ds: Segments) -> np.ndarray | None:
     return np.maximum(np.where(np.isfinite(out), out, _SILENT_DB), _SILENT_DB)[:, None]
 
 
-def _band_statistics(ds: Segments, count: DelayedProgress) -> tuple[np.ndarray, np.ndarray]:
+def _band_statistics(ds: Segments, count: Progress) -> tuple[np.ndarray, np.ndarray]:
     "Compute the mean spectrum [n, M] and the features of the trees [n, 2*M] over the segments that each recording has."
     n, n_mels = len(ds.rows), ds.row_shape[2]
     mean, shape = np.empty((n, n_mels)), np.empty((n, 2 * n_mels), np.float32)
@@ -456,8 +456,12 @@ def baseline_features(*parts: Segments, progress: str = "auto") -> dict[str, np.
     They are [n, F] of each of BASELINE_TITLES, the parts one after another; progress is shown where it takes
     more than a second.
     """
-    with DelayedProgress(
-        "baseline features", total=sum(len(ds.rows) for ds in parts), unit="recordings", show=progress
+    with Progress(
+        sum(len(ds.rows) for ds in parts),
+        label="baseline features",
+        unit="recordings",
+        show=progress,
+        after_s=1.0,
     ) as count:
         found = [_band_statistics(ds, count) for ds in parts]
     mean, shape = (np.concatenate(own) for own in zip(*found, strict=True))

@@ -36,7 +36,7 @@ from leakmel.core.errors import (
     show_path,
 )
 from leakmel.core.monitor import free_memory, usable_cores
-from leakmel.core.progress import DelayedProgress, Progress, size_text
+from leakmel.core.progress import Progress, size_text
 from leakmel.core.store import Folder
 from leakmel.core.threads import ThreadGroup, run_threads
 from leakmel.dataset.config import batch_files, slot_bytes
@@ -130,7 +130,7 @@ def find_recordings(
     "List the recordings below a folder, whatever its folders are called; raises DataError where there is none."
     root = listings.existing_folder(folder)
     if manifest is None:
-        with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
+        with Progress(None, label=f"listing {show_path(root.name)}", show=progress, after_s=1.0) as count:
             finds = _walk_folder(root, split, count)
         labels = np.array(list(map(label_in, finds.paths)), object)
         names: Sequence[NameParts] = ParsedNames(finds.paths, _guessed(finds.paths, labels.tolist()))
@@ -146,7 +146,7 @@ def find_recordings(
     )
 
 # %% ../../../nbs/detector/predict/scoring.ipynb #66658149
-def _walk_folder(root: Path, split: str | None, count: DelayedProgress) -> FoundFiles:
+def _walk_folder(root: Path, split: str | None, count: Progress) -> FoundFiles:
     "List all recordings below a folder, or below the folder of its split."
     if split is None:
         return listings.found_below(root, root, count.add)[0]
