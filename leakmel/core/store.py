@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path, PosixPath
@@ -261,7 +261,7 @@ _TOGETHER = 64  # requests
 _WHOLE_BYTES = 8 << 20  # larger objects are written as they come
 
 
-class Folder:
+class Folder(AbstractContextManager["Folder"]):
     "A folder of recordings: on the local disk, where files are read in place, or objects, of which each is copied while it is read; a context manager."
 
     def __init__(
@@ -281,9 +281,6 @@ class Folder:
     def full_path(self, path: bytes) -> bytes:
         "Full path, or URL, of a recording."
         return os.path.join(os.fsencode(self), path)
-
-    def __enter__(self) -> "Folder":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

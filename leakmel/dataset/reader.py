@@ -10,11 +10,11 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -126,7 +126,7 @@ def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
         )
 
 # %% ../../nbs/dataset/reader.ipynb #2c2ff16e
-class MelDataset:
+class MelDataset(AbstractContextManager["MelDataset"]):
     "Rows and labels of a data set file; `ds[i]` gives (float16 array [L, S, M, T], label number). A context manager."
 
     def __init__(
@@ -272,9 +272,6 @@ class MelDataset:
     def close(self) -> None:
         "Close the file."
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc) -> None:
         self.close()

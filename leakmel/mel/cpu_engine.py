@@ -145,7 +145,7 @@ class CpuEngine(Engine):
                 expected=f"a power of two from 64 to {2 * max(RADICES):,}",
                 remedy="use engine='torch', or another n_fft",
             )
-        self.workers = usable_cores()
+        self.n_lanes = usable_cores()
         self._tables = {
             np.dtype(kind): make_tables(spec, scale) for kind, scale in ((np.int16, 2**31), (np.float32, 1))
         }

@@ -333,7 +333,7 @@ class DeviceEngine(Engine):
                 remedy="name one device, for example device='cuda:0'",
             )
         self.device = devices[0].name if len(devices) == 1 else devices[0].kind
-        self.workers = len(devices)
+        self.n_lanes = len(devices)
         title = f"engine {self.identity}"
         try:
             with _as_engine_error(f"{title} could not be opened"):

@@ -8,9 +8,9 @@ __all__ = ['log_mel']
 # %% ../../nbs/mel/engines.ipynb #8f4523f8
 import ctypes
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
@@ -97,13 +97,13 @@ def engine_identity(
     return f"{name}@{version}/{kind}" + (f"-{processor}" if processor else "")
 
 
-class Engine(ABC):
+class Engine(AbstractContextManager["Engine"]):
     "Base class: computes log-mel features of batches of recordings."
 
     name = "engine"
     version = "1"  # increases with every change that can change a bit of a row
     device = "cpu"
-    workers = 1  # useful number of threads that call `run` at the same time
+    n_lanes = 1  # useful number of threads that call `run`, or of open lanes: one per device
     host_bytes = 0  # of `host_array`s that are pinned for a device
 
     def __init__(self, spec: MelSpec, *, device: str = "auto", options: DeviceOptions | None = None):
@@ -125,11 +125,6 @@ class Engine(ABC):
         "Name, version, kind of device and processor, for example `cpu@2/cpu` or `cpu@2/cpu-without-fma`."
         return engine_identity(self.name, self.version, self.device.split(":")[0], self.processor)
 
-    @property
-    def n_lanes(self) -> int:
-        "Useful number of open lanes: one per device, or one per worker."
-        return self.workers
-
     @abstractmethod
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Fill `out` [B, L, S, M, T] (float16 or float32, dB) from `samples` [B, N]; returns the moments [B, 5] float64."
@@ -146,11 +141,8 @@ class Engine(ABC):
         "Zeros in memory from which a device copies directly; usable as plain memory after `close`."
         return np.zeros(shape, dtype)
 
-    def close(self) -> None:  # noqa: B027 (an engine without resources has nothing to do)
+    def close(self) -> None:
         "Release the resources of the engine."
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *exc):
         self.close()

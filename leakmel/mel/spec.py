@@ -205,7 +205,7 @@ class MelSpec:
 
     @staticmethod
     def preset(name: str, **changes: Any) -> "MelSpec":
-        'A preset by name ("disjoint" is the newest version), with some fields changed; windows follow sample_rate (`window_scale`).'
+        'A preset by name ("disjoint" is the newest version), with some fields changed; windows follow sample_rate.'
         full = next((p for p in reversed(PRESETS) if p.split("@")[0] == name), name)
         if full not in PRESETS:
             raise SpecError(
@@ -291,16 +291,6 @@ PRESETS: dict[str, dict[str, Any]] = {  # of each name the newest version last
 PRESET_RATE = 4096  # Hz, the rate at which a preset has the windows listed here
 
 
-def window_scale(
-    sample_rate: int,  # Hz
-) -> float:
-    """Return the factor by which a preset's windows in samples change with the sample rate.
-
-    It is the power of two nearest on a log scale, at least 1/4: shorter windows have too few bins for the bands.
-    """
-    return max(0.25, 2.0 ** round(math.log2(sample_rate / PRESET_RATE)))
-
-
 def preset_values(
     name: str,
     sample_rate: Any = None,  # Hz; None or not a rate: that of the presets
@@ -309,7 +299,9 @@ def preset_values(
     values: dict[str, Any] = {f.name: f.default for f in fields(MelSpec) if f.name != "preset_name"}
     values |= PRESETS[name]
     if not name.endswith("@1") and isinstance(sample_rate, int | np.integer) and sample_rate > 0:
-        values |= {n: max(1, int(values[n] * window_scale(int(sample_rate)))) for n in WINDOW_FIELDS}
+        # windows follow the rate by powers of two; ones below a quarter would have too few bins for the bands
+        scale = max(0.25, 2.0 ** round(math.log2(int(sample_rate) / PRESET_RATE)))
+        values |= {n: max(1, int(values[n] * scale)) for n in WINDOW_FIELDS}
     return values
 
 # %% ../../nbs/mel/spec.ipynb #745c57aa

@@ -249,7 +249,7 @@ class TorchEngine(DeviceEngine):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         devices = ([] if device == "cpu" else open_devices(device)) if isinstance(device, str) else device
         super().__init__(spec, devices, partial(self.make_chain, spec), options)
-        self.workers = len(devices) or usable_cores()
+        self.n_lanes = len(devices) or usable_cores()
         self._local = threading.local()
 
     @cached_property

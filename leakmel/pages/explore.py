@@ -153,7 +153,7 @@ def split_spectra(
     table = recordings.table
     rows = np.flatnonzero((table["split"] == split) & ~table["silent"].astype(bool))
     even = rows[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64))]
-    with open_engine("auto", spec, device="cpu") as engine, ThreadPoolExecutor(engine.workers) as pool:
+    with open_engine("auto", spec, device="cpu") as engine, ThreadPoolExecutor(engine.n_lanes) as pool:
 
         def mean_of(row: int) -> np.ndarray:
             return row_features(recordings, row, engine)[2].mean(axis=(0, 1, 3), dtype=np.float32)

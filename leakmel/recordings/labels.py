@@ -646,14 +646,10 @@ def label_of(ranges: Iterable[TimeRange], labels: Sequence[str], leak_label: str
     return SKIPPED if not longest else longest[0] if len(longest) == 1 else UNSURE
 
 # %% ../../nbs/recordings/labels.ipynb #5ac5e655
-def _paths_below(folder: Path) -> list[str]:
-    return [os.fsdecode(path) for path in found_below(existing_folder(folder), folder)[0].paths]
-
-
 def _by_stem(folder: Path) -> dict[str, list[str]]:
     "Return the paths of the recordings below a folder by the name without its extension."
     found: dict[str, list[str]] = {}
-    for path in _paths_below(folder):
+    for path in map(os.fsdecode, found_below(existing_folder(folder), folder)[0].paths):
         found.setdefault(comparison.text_key(os.path.splitext(os.path.basename(path))[0]), []).append(path)
     return found
 

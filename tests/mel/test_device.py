@@ -929,7 +929,6 @@ def test_names_of_devices() -> None:
     with open_engine("torch", SHORT, device="fake:3") as engine:
         assert engine.device == "fake:3"
     with open_engine("torch", SHORT, device="cpu") as engine:
-        assert engine.n_lanes == engine.workers
         array = engine.host_array((3, 4), np.int16)
         assert (array.shape, array.dtype, array.any(), engine.host_bytes) == (
             (3, 4),

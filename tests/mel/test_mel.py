@@ -383,13 +383,13 @@ def test_threads_change_no_bit(name: str, device: str) -> None:
     "Calls that last long enough to meet, begun together, several times."
     spec, n_threads = MelSpec.preset("disjoint", duration_s=1), 4
     with opened(name, device, spec) as engine:
-        n = 300 if engine.workers > 1 else 5
+        n = 300 if engine.n_lanes > 1 else 5
         batches = [
             np.random.default_rng(i).integers(-9000, 9000, (n + i, spec.n_samples), dtype=np.int16)
             for i in range(n_threads)
         ]
         right = [features(engine, b) for b in batches]
-        for together in (2, n_threads) * 5 if engine.workers > 1 else (1,):
+        for together in (2, n_threads) * 5 if engine.n_lanes > 1 else (1,):
             got: list[Any] = [None] * together
             begin = threading.Barrier(together)
 

@@ -324,7 +324,7 @@ def recording_levels(
         Folder(folder) as opened,
         open_engine("auto", spec, device="cpu") as engine,
         Progress(len(paths), label="levels", show=progress) as bar,
-        ThreadPoolExecutor(engine.workers) as threads,
+        ThreadPoolExecutor(engine.n_lanes) as threads,
     ):
 
         def of_one(path: bytes, digest: str) -> Levels | None:
@@ -348,7 +348,7 @@ def steady_levels(
         Folder(folder) as opened,
         open_engine("auto", spec, device="cpu") as engine,
         Progress(len(names), label="levels", show=progress) as bar,
-        ThreadPoolExecutor(engine.workers) as threads,
+        ThreadPoolExecutor(engine.n_lanes) as threads,
     ):
 
         def of_one(path: bytes) -> tuple[ScoredRecording, Levels] | Rejected:
