@@ -27,6 +27,7 @@ import xxhash
 import leakmel
 from leakmel.core.errors import DataError, VerifyError, log
 from leakmel.core.files import (
+    OutputLock,
     open_regular_file,
     sealed,
     sync_folder,
@@ -35,7 +36,6 @@ from leakmel.core.files import (
     write_errors,
     write_whole,
 )
-from leakmel.core.locks import OutputLock
 from leakmel.core.store import StorePath
 from leakmel.dataset import schema
 from leakmel.dataset.loader import ENCODINGS, FACTS, STATUSES, codes_of, decoders

@@ -33,8 +33,16 @@ from leakmel.core.errors import (
     log,
     show_path,
 )
-from leakmel.core.files import open_private, read_at, require_space, sealed, unsealed, write_at, write_errors
-from leakmel.core.locks import OutputLock
+from leakmel.core.files import (
+    OutputLock,
+    open_private,
+    read_at,
+    require_space,
+    sealed,
+    unsealed,
+    write_at,
+    write_errors,
+)
 from leakmel.core.monitor import free_memory, usable_cores
 from leakmel.core.progress import Progress, announce, per_second, size_text
 from leakmel.core.store import StorePath

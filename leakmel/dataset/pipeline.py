@@ -28,8 +28,7 @@ import numpy as np
 import leakmel
 from leakmel.core import errors
 from leakmel.core.cluster import Cluster, cores_of_task, n_processes, open_cluster, run_tasks
-from leakmel.core.files import read_own_json, require_space, sealed_json, write_errors
-from leakmel.core.locks import OutputLock
+from leakmel.core.files import OutputLock, read_own_json, require_space, sealed_json, write_errors
 from leakmel.core.operation import newest_files, runs_folder, user_path
 from leakmel.core.progress import Progress
 from leakmel.core.store import Folder, StorePath, output_path, store_path, upload_file

@@ -40,8 +40,7 @@ from leakmel.core.errors import (
     missing_remedy,
     show_path,
 )
-from leakmel.core.files import open_regular_file
-from leakmel.core.locks import NO_FLOCK
+from leakmel.core.files import NO_FLOCK, open_regular_file
 from leakmel.core.threads import child_process
 from leakmel.mel.spec import MelSpec, spec_from_dict
 from leakmel.recordings.naming import TIME_BYTES, NameParts, Naming, columns_of_names

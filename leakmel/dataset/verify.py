@@ -22,12 +22,417 @@ import numpy as np
 from leakmel.core import errors
 from leakmel.core.monitor import usable_cores
 from leakmel.core.store import Folder
-from leakmel.dataset import consistency, schema
-from leakmel.dataset.consistency import Columns, Source, expected_bounds, read_source
+from leakmel.dataset import schema
 from leakmel.dataset.reader import damage_errors, read_rows
-from leakmel.mel.spec import MelSpec, compare_each
+from leakmel.mel.spec import Bounds, MelSpec, bounds_of, compare_each, reference_features
 from leakmel.recordings import conform, listing, tables
-from leakmel.recordings.naming import Naming
+from leakmel.recordings.labels import BEFORE_COLUMN, BY_COLUMN
+from leakmel.recordings.naming import SPLITS, Naming
+from leakmel.recordings.wav import DIGEST_ALGORITHM, Recording, read_wav
+
+# %% ../../nbs/dataset/verify.ipynb #7f2e7605
+Columns = Mapping[str, Any]  # by name: an array, or an HDF5 data set that is not read yet
+
+
+def _full_scale(samples: np.ndarray) -> np.ndarray:
+    "Return samples as float64 with full scale 1."
+    return samples.astype(np.float64) / (32_768 if samples.dtype == np.int16 else 1)
+
+
+def expected_row(recording: Recording, spec: MelSpec) -> tuple[np.ndarray, str]:
+    """Return the samples of a row as the rules define them ([N] int16 or float32), and its status.
+
+    Computed independently of the builder. Raises MachineError; errors.RecordingError where the rules reject.
+    """
+    samples = recording.samples
+    n, channels = samples.shape
+    row = samples[:, 0]
+    parts = []
+    if channels > 1 and (samples == row[:, None]).all():
+        parts.append("identical_channels")
+    elif channels > 1:
+        parts.append("downmixed")
+        wide = _full_scale(samples)
+        mean = wide.sum(axis=1) / channels
+        if (mean**2).sum() < 0.01 * (wide**2).sum() / channels:
+            parts.append("opposite_phase")
+        if spec.channels != "first":
+            row = mean.astype(np.float32)
+    if recording.sample_rate != spec.sample_rate:
+        if spec.rate == "reject":
+            raise errors.RecordingError("wrong_rate", f"{recording.sample_rate} Hz")
+        n = int(np.floor(n * spec.sample_rate / recording.sample_rate + 0.5))
+        rates = recording.sample_rate, spec.sample_rate
+        row = conform.import_soxr().resample(_full_scale(row), *rates, quality="VHQ").astype(np.float32)
+        parts.append("resampled")
+    if n < spec.n_samples and spec.short == "reject":
+        raise errors.RecordingError("too_short", f"{n} samples")
+    if n > spec.n_samples and spec.long == "reject":
+        raise errors.RecordingError("too_long", f"{n} samples")
+    parts += ["padded"] * (n < spec.n_samples) + ["cut"] * (n > spec.n_samples)
+    kept = row[: min(n, spec.n_samples)]
+    return np.pad(kept, (0, spec.n_samples - len(kept))), "+".join(parts) or "ok"
+
+# %% ../../nbs/dataset/verify.ipynb #866248d1
+@dataclass(eq=False, repr=False)
+class Source:
+    "A recording and the expected content of its row."
+
+    digest: bytes
+    facts: dict[str, Any]  # columns of the row, without those that are parsed from its name
+    samples: np.ndarray | None  # [N] int16 or float32; None if the rules reject the recording
+    refused: str | None  # why the recording must be rejected
+
+
+def read_source(path: bytes, spec: MelSpec) -> Source:
+    "Read a recording and compute the expected content of its row. Raises MachineError, RecordingError."
+    recording = read_wav(path)
+    try:
+        x, status = expected_row(recording, spec)
+        status = conform.add_faults(status, recording)
+    except errors.RecordingError as e:
+        return Source(recording.digest.encode(), {}, None, e.message)
+    n, channels = recording.samples.shape
+    facts = {
+        "digest": recording.digest.encode(),
+        "status": status.encode(),
+        "encoding": recording.encoding.encode(),
+        "sample_rate": recording.sample_rate,
+        "n_samples": n,
+        "channels": channels,
+    }
+    figures = conform.quality_figures(recording.samples, recording.encoding)
+    return Source(
+        facts["digest"], facts | dict(zip(conform.FIGURES.names or (), figures, strict=True)), x, None
+    )
+
+# %% ../../nbs/dataset/verify.ipynb #85917070
+def expected_bounds(
+    sources: Sequence[Source],  # n, none of which was refused
+    spec: MelSpec,
+) -> Bounds:  # [n, ...]
+    "Return the range of correct features of some recordings."
+    rows = [s.samples for s in sources if s.samples is not None]
+    if any(x.dtype != np.int16 for x in rows):
+        rows = list(map(_full_scale, rows))
+    return bounds_of(reference_features(np.stack(rows), spec), spec)
+
+# %% ../../nbs/dataset/verify.ipynb #584fbbde
+def _sentences(found: Mapping[str, Sequence[bytes]]) -> Iterator[str]:
+    "Yield of how many paths each statement is true, and the first of them."
+    for statement, paths in found.items():
+        if paths:
+            yield f"{len(paths)} {statement}, first {errors.show_path(paths[0])}"
+
+
+def label_mismatches(
+    paths: Sequence[bytes] | np.ndarray,  # B, of the rows
+    ids: np.ndarray,  # [B], numbers of their labels
+    labels: Sequence[str],  # names as stored, in id order
+    naming: Naming,
+    split: str,
+    by_people: np.ndarray | None = None,  # [B] bool: labels that people gave, which may differ
+) -> Iterator[str]:  # sentences
+    "Yield numbers without a label, and rows whose label or split differs from their path."
+    if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels):
+        yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
+        return
+    if naming.source == "table":
+        return
+    array = np.asarray(paths)
+    free = np.zeros(len(array), bool) if by_people is None else by_people
+    left = ~free | (naming.base == "root")
+    if naming.source == "folders" and len(array):  # nearly all agree, and are passed over at once
+        names = [name.encode(errors="surrogatepass") for name in labels]
+        starts = np.array([name + b"/" for name in names])
+        is_plain = np.array(
+            [b"/" not in n and errors.show_path(n) == name for n, name in zip(names, labels, strict=True)]
+        )
+        left &= ~(is_plain[ids] & np.strings.startswith(array, starts[ids]))
+    mislabelled, of_other_split = list[bytes](), list[bytes]()
+    for k in np.flatnonzero(left).tolist():
+        found = naming.read(array[k])
+        if naming.base == "root" and found.split != split:
+            of_other_split.append(array[k])
+        if not free[k] and (found.label is None or errors.show_path(found.label) != labels[ids[k]]):
+            mislabelled.append(array[k])
+    source = "folder" if naming.labels_by_folder else "file name (pattern)"
+    yield from _sentences(
+        {
+            "rows belong to another split according to the pattern": of_other_split,
+            f"rows have a label that differs from their {source}": mislabelled,
+        }
+    )
+
+# %% ../../nbs/dataset/verify.ipynb #8e606a58
+_LABEL_COLUMNS_BY_PEOPLE = {f"{schema.EXTRA}/{name}" for name in (BY_COLUMN, BEFORE_COLUMN)}
+
+
+def labelled_by_people(file: h5py.File) -> np.ndarray | None:  # [B] bool; None: no row has such a label
+    "Return the rows whose labels people gave."
+    return (
+        schema.read_column(file[f"files/{schema.EXTRA}/{BY_COLUMN}"]) != b""
+        if _LABEL_COLUMNS_BY_PEOPLE.issubset(schema.file_columns(file))
+        else None
+    )
+
+
+def table_mismatches(
+    file: h5py.File, labels: Sequence[str], table: tables.NameTable, naming: Naming
+) -> Iterator[str]:  # sentences
+    "Yield labels, splits and parsed names that differ from the table."
+    paths = file["files/path"][:].tolist()
+    lost = dict(zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist(), strict=True))
+    table = tables.fill_from_names(tables.paths_below_root(table, {*paths, *lost}), naming)
+    entry = {table.paths[i]: i for i in table.rows_of(file.attrs["split"])}
+    rows = [k for k, p in enumerate(paths) if p in entry]
+    places = [entry[paths[k]] for k in rows]
+    stored = [labels[k] for k in file[schema.LABELS][:].tolist()]
+    by_people = set[bytes]()
+    if (people := labelled_by_people(file)) is not None:
+        earlier = schema.read_column(file[f"files/{schema.EXTRA}/{BEFORE_COLUMN}"]).tolist()
+        stored = [e.decode() if p else s for s, e, p in zip(stored, earlier, people.tolist(), strict=True)]
+        by_people = {paths[k] for k in np.flatnonzero(people).tolist()}
+    unlabelled = {p for p, i in entry.items() if not table.labels[i]} - by_people
+    named = {p: code for p, code in lost.items() if p in entry}
+    unknown = [p for p in (*paths, *lost) if p not in entry]
+    missing = sorted(entry.keys() - {*paths} - lost.keys())
+    other = [
+        paths[k] for k, i in zip(rows, places, strict=True) if errors.show_path(table.labels[i]) != stored[k]
+    ]
+    half = [
+        p
+        for p, code in named.items()
+        # people may have labelled a rejected file
+        if (code == b"no_label") != (p in unlabelled) and (people is None or code == b"no_label")
+    ]
+    dry = [p for p, code in named.items() if code == b"dry" and table.parts[entry[p]].gain != 1]
+    yield from _sentences(
+        {
+            "recordings of the data set are not in the table for this split": unknown,
+            "recordings of the table are neither rows nor rejected": missing,
+            "rows have a label that differs from the table": other,
+            "recordings have a label in only one of the data set and the table": half,
+            "recordings were rejected as dry, but have another gain in the table": dry,
+        }
+    )
+    right = schema.name_columns([paths[k] for k in rows], [table.parts[i] for i in places])
+    extra = schema.extra_columns({n: [texts[i] for i in places] for n, texts in table.extra.items()})
+    own = {
+        n for n in schema.file_columns(file) if n.startswith(f"{schema.EXTRA}/")
+    } - _LABEL_COLUMNS_BY_PEOPLE
+    if others := own ^ extra.keys():
+        yield f"only one of the data set and the table has the other columns {', '.join(sorted(others))}"
+    for name, values in (right | extra).items():
+        if name not in others:
+            stored = file[f"files/{name}"][:][rows]
+            bad = np.flatnonzero((stored != values) & ((stored == stored) | (values == values)))  # NaN is NaN
+            if len(bad):
+                yield f"{name} of {len(bad)} rows differs from the table, first {errors.show_path(paths[rows[bad[0]]])}"
+
+# %% ../../nbs/dataset/verify.ipynb #ff26ebba
+def folder_problems(file: h5py.File, folder: Folder, naming: Naming) -> Iterator[str]:
+    "Compare rows and rejected files with the files in the folder."
+    is_table = naming.source == "table"
+    lost = zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist(), strict=True)
+    known = {p for p, code in lost if not (is_table and code == b"unreadable")}
+    known |= {*file["files/path"][:].tolist()}
+    if folder.is_remote:
+        there = set(listing.found_below(folder.path, folder.path, named=known)[0].paths)
+    else:
+        there = set[bytes]()
+        top = folder.full_path(b"")
+        for at, folders, names in os.walk(top):  # not through links
+            folders[:] = [name for name in folders if not listing.is_system_folder(os.fsdecode(name))]
+            there |= {os.path.join(at, n)[len(top) :] for n in names if listing.is_recording_name(n)}
+    if naming.base == "root" and naming.source == "pattern":
+        there = {p for p in there if naming.read(p).split == file.attrs["split"]}
+    gone = sorted(known - there)
+    # beside a table, other recordings in the folder are of no interest
+    new = [] if is_table else sorted(there - known)
+    if not folder.is_remote:
+        gone = [p for p in gone if not os.path.isfile(folder.full_path(p))]
+        full = {folder.full_path(p): p for p in new}
+        new = [p for at, p in full.items() if os.path.isfile(at) and not os.path.islink(at)]
+    yield from _sentences(
+        {
+            "recordings of the data set no longer exist in the folder": gone,
+            "recordings in the folder are neither rows nor rejected": new,
+        }
+    )
+
+# %% ../../nbs/dataset/verify.ipynb #a8970f23
+def path_problems(columns: Mapping[str, np.ndarray]) -> Iterator[str]:
+    "Yield invalid paths of rows and rejected files, and paths outside the data folder."
+    for part, paths in columns.items():
+        if paths.dtype.kind == "S" and paths.ndim == 1:  # nearly all are plain, and passed over at once
+            lengths = np.strings.str_len(paths)
+            strange = np.strings.startswith(paths, b"/") | (np.strings.find(paths, b"..") >= 0)
+            paths = paths[strange | (lengths == 0) | (lengths > listing.LONGEST_NAME)]
+        for path in paths.tolist():
+            names = path.split(b"/") if isinstance(path, bytes) else [b".."]
+            too_long = len(path) > listing.LONGEST_PATH or max(map(len, names)) > listing.LONGEST_NAME
+            if too_long or names[0] == b"" or b".." in names:
+                yield f"{part}: {path[:60]!r}, {len(path):,} bytes, is not a valid path of a recording in the data folder"
+                break
+
+# %% ../../nbs/dataset/verify.ipynb #65f5655d
+def attribute_problems(attrs: Mapping[str, Any], spec: MelSpec, n_rows: int) -> Iterator[str]:
+    "Yield root attributes that contradict each other or the schema."
+    names = json.loads(attrs["labels_json"])
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        yield "labels_json is not a list of names"
+        return
+    if len(set(names)) < len(names):
+        yield f"labels_json names a label twice: {errors.show_path(max(names, key=names.count))}"
+    if attrs["split"] not in ("", *SPLITS):
+        yield f"split is {attrs['split']!r:.80}, not one of {', '.join(SPLITS)}"
+    right = {
+        "schema_version": schema.SCHEMA_VERSION,
+        "digest_algorithm": DIGEST_ALGORITHM,
+        "complete": True,
+        "n_rows": n_rows,
+        "fingerprint": spec.fingerprint(attrs["engine"]),  # of settings and engine
+        "label2id_json": json.dumps({name: i for i, name in enumerate(names)}),
+        "NX_class": "NXdata",
+        "signal": schema.ROWS,
+        "axes": [".", "long_start_s", "short_start_s", "mel_hz", "."],
+    }
+    for name, wanted in right.items():
+        found = attrs[name].tolist() if isinstance(attrs[name], np.ndarray) else attrs[name]
+        if isinstance(found, float) or found != wanted:
+            yield f"the attribute {name} is {found!r:.80}, expected {wanted!r:.80}"
+
+# %% ../../nbs/dataset/verify.ipynb #e8a30006
+def structure_problems(
+    file: h5py.File,
+    spec: MelSpec,
+    columns: Columns,  # name -> array or HDF5 data set, of all but rows and waveforms
+    attributes: Mapping[str, Any],
+) -> Iterator[str]:
+    "Yield what no digest covers and a build would write in another way: attributes of axes, types, storage."
+    row = {name: np.zeros(1, column.dtype) for name, column in columns.items()}
+    lost = ["x" * row[f"rejected/{name}"].dtype.itemsize for name in ("path", "code", "message")]
+    meta = schema.Metadata(
+        spec,
+        {name: v.tolist() if hasattr(v, "tolist") else v for name, v in attributes.items()},
+        row[schema.LABELS],
+        {name.removeprefix("files/"): values for name, values in row.items() if name.startswith("files/")},
+        row["digests/rows"],
+        (schema.Rejected(lost[0].encode(), *lost[1:]),),
+        row.get("digests/waveforms"),
+    )
+    with schema.memory_file() as memory, schema.new_file(memory) as right:
+        for name in (part for part in schema.PARTS if part in file):
+            create = schema.create_rows if file[name].chunks is None else schema.create_compressed
+            shape, dtype = (1, *file[name].shape[1:]), file[name].dtype
+            create(right, shape=shape, dtype=dtype, name=name)
+        schema.write_metadata(right, meta)
+        expected = dict(schema.description(right))
+    for name, scale in schema.scales(spec).items():
+        stored = columns[name]
+        is_alike = (stored.dtype, stored.shape) == (scale.dtype, scale.shape)
+        if not is_alike or not np.allclose(stored[()], scale, 1e-12 if name == "mel_hz" else 0.0, 0):
+            yield f"{name} does not match the settings of the data set"
+    found = dict(schema.description(file))
+    for what, value in expected.items():
+        if found.get(what) != value and what != f"attribute {schema.DIGEST_ATTRIBUTE} of /":
+            yield f"the {what} is missing or differs from what a build writes"
+
+# %% ../../nbs/dataset/verify.ipynb #baf09c38
+def pick_numbers(
+    n: int,  # choose from 0 to n - 1
+    sample: int | None,  # wanted; None: all
+    special: Sequence[int],  # to take first, as far as `sample` goes
+) -> np.ndarray:  # ascending
+    "Choose a reproducible sample of numbers: special ones, then random ones."
+    if sample is None or sample >= n:
+        return np.arange(n)
+    chosen = np.array(list(dict.fromkeys(special))[:sample], np.int64)
+    more = np.random.default_rng(n).choice(
+        np.delete(np.arange(n), chosen), sample - len(chosen), replace=False
+    )
+    return np.sort(np.append(chosen, more))
+
+
+def pick_rejected(
+    codes: np.ndarray,  # [n]
+    sample: int | None,  # wanted; None: all
+) -> np.ndarray:  # ascending
+    "Choose the rejected files to read again."
+    able = np.flatnonzero(codes != b"changed")
+    ends = [0, len(able) - 1] if len(able) else []
+    return able[pick_numbers(len(able), sample, [*ends, *np.unique(codes[able], return_index=True)[1]])]
+
+# %% ../../nbs/dataset/verify.ipynb #f8206e8c
+def rejected_problems(
+    columns: Columns,  # name -> array or HDF5 data set
+    folder: Folder,
+    spec: MelSpec,
+    naming: Naming,
+    labels: Sequence[str],
+    root: str | os.PathLike,  # nothing is read outside it
+    sample: int | None,  # files to read again; None: all
+    moved: list[str],  # receives the sentences about files that no longer exist, or were changed
+    *,
+    by_people: bool = False,  # people gave labels, which may be those of rejected files too
+    is_changed: Callable[[bytes], bool] = lambda path: False,  # since the listing of a build
+) -> Iterator[str]:  # sentences, also those in `moved`; raises MachineError
+    "Yield rejected files that are valid now, or that have another reject code."
+    codes, paths = columns["rejected/code"][:], columns["rejected/path"][:].tolist()
+    picked = pick_rejected(codes, sample).tolist()
+    with folder.local([paths[k] for k in picked]) as files:
+        for k in picked:
+            path, code = paths[k], codes[k].decode("ascii", "replace")
+            file = files[path]
+            if not (folder.is_remote or listing.is_inside(file, os.path.realpath(root))):
+                continue  # a table may name such a file; it is not read
+            if now := _rejected_now(file, path, code, spec, naming, labels, by_people):
+                sentence = f"{errors.show_path(path)}: the file was rejected as {code}{now}"
+                if not os.path.lexists(file) or is_changed(path):
+                    moved.append(sentence)
+                yield sentence
+
+
+def _rejected_now(
+    file: bytes, path: bytes, code: str, spec: MelSpec, naming: Naming, labels: Sequence[str], by_people: bool
+) -> str:
+    "Return what a build would do with a rejected file now, the end of a sentence; empty: reject it so."
+    if not os.path.lexists(file):
+        return "" if code == "unreadable" else " and no longer exists"
+    compared = ("no_label", "dry") if naming.source == "table" else ()  # with the table
+    if code in compared or (code == "dry" and naming.read(path).parts.gain == 1):  # it was not read
+        return ""
+    now = "is valid"
+    try:
+        if naming.source != "table" and (code == "no_label" or not by_people):
+            label = naming.read(path).label
+            if label is None or errors.show_path(label) not in labels:
+                raise errors.RecordingError("no_label", "the name contains no label")
+        row, _ = expected_row(read_wav(file), spec)
+        if row.dtype != np.int16:
+            conform.check_range(row)
+    except errors.RecordingError as e:
+        if e.reject_code == code:
+            return ""
+        now = f"must be rejected as {e.reject_code}"
+    return f", but it now {now}: either the rejection was wrong, or the file was repaired later"
+
+# %% ../../nbs/dataset/verify.ipynb #f7b377ee
+def accounting_problems(
+    columns: Columns,  # name -> array or HDF5 data set
+) -> Iterator[str]:
+    "Yield incomplete lists of rejected files, unsorted or repeated paths, and files that are both rows and rejected."
+    counts = {name: columns[f"rejected/{name}"].shape for name in ("path", "code", "message")}
+    if len(set(counts.values())) > 1 or len(counts["path"]) != 1:
+        yield f"the columns of the rejected files differ in length: {counts}"
+    paths = {"rows": columns["files/path"][:], "rejected files": columns["rejected/path"][:]}
+    for what, some in paths.items():
+        if (some[:-1] >= some[1:]).any():
+            yield f"the paths of {what} are not sorted by bytes, or one occurs twice"
+    lost = set(paths["rejected files"].tolist())
+    both = lost.intersection(paths["rows"].tolist()) if lost else set()
+    yield from _sentences({"files are both rows and rejected files": sorted(both)})
 
 # %% ../../nbs/dataset/verify.ipynb #fae71a10
 @dataclass
@@ -101,17 +506,17 @@ def _structure(f: h5py.File, columns: Columns, attributes: Mapping[str, Any]) ->
     ):
         if (shape := columns[name].shape) != (n,):
             yield f"{name} has shape {shape}, but the data set has {n} rows"
-    yield from consistency.attribute_problems(attributes, spec, n)
-    yield from consistency.accounting_problems(columns)
+    yield from attribute_problems(attributes, spec, n)
+    yield from accounting_problems(columns)
     for code in set(columns["rejected/code"][:].tolist()) - {c.encode() for c in errors.REJECT_CODES}:
         yield f"the reject code {code!r} is unknown"
-    yield from consistency.label_mismatches(
+    yield from label_mismatches(
         columns["files/path"][:],
         columns[schema.LABELS][:],
         json.loads(attributes["labels_json"]),
         Naming.from_json(attributes["naming_json"]),
         attributes["split"],
-        consistency.labelled_by_people(f),
+        labelled_by_people(f),
     )
 
 # %% ../../nbs/dataset/verify.ipynb #3eaa029b
@@ -181,7 +586,7 @@ def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | No
         return {}
     paths = {name: schema.read_column(columns[name]) for name in ("files/path", "rejected/path")}
     columns |= paths  # several checks need them
-    report.problems += consistency.path_problems(paths)  # before they are parsed
+    report.problems += path_problems(paths)  # before they are parsed
     if report.problems:
         return columns
     report.n_rows = len(f[schema.ROWS])
@@ -195,9 +600,7 @@ def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | No
         report.problems += _structure(f, columns, attributes)
         if not report.problems:
             with schema.HDF5_TURN:
-                report.problems += consistency.structure_problems(
-                    f, schema.stored_spec(f), columns, attributes
-                )
+                report.problems += structure_problems(f, schema.stored_spec(f), columns, attributes)
         report.problems += chain.from_iterable(chain.from_iterable(blocks))
     finally:
         pool.shutdown(cancel_futures=True)
@@ -215,7 +618,7 @@ def pick_rows(
     extremes = [0, n_rows - 1, int(level_db.argmin()), int(level_db.argmax())] if n_rows else []
     first_of_label = np.unique(labels, return_index=True)[1]
     others = (i for i in edges if 0 <= i < n_rows)
-    return consistency.pick_numbers(n_rows, sample, [*extremes, *first_of_label, *others])
+    return pick_numbers(n_rows, sample, [*extremes, *first_of_label, *others])
 
 # %% ../../nbs/dataset/verify.ipynb #b013041f
 _Checked = tuple[int, str, Source]  # a row, its name in messages, and its recording, which can be compared
@@ -372,7 +775,7 @@ def _check_origin(
                 code="table-not-used",
                 path=f.filename,
             )
-        report.problems += consistency.table_mismatches(f, labels, table, naming)
+        report.problems += table_mismatches(f, labels, table, naming)
     if root is None or report.problems:
         return
     try:
@@ -388,7 +791,7 @@ def _check_origin(
         if len(picked):
             report.scope = "against the sources"
         _compare_rows(f, naming, folder, spec, columns, picked, progress, report)
-        report.problems += consistency.rejected_problems(
+        report.problems += rejected_problems(
             columns,
             folder,
             spec,
@@ -397,11 +800,11 @@ def _check_origin(
             root,
             sample,
             report.moved,
-            by_people=consistency.labelled_by_people(f) is not None,
+            by_people=labelled_by_people(f) is not None,
             is_changed=is_changed,
         )
     if accounting:
-        report.problems += consistency.accounting(f, folder, naming)
+        report.problems += folder_problems(f, folder, naming)
 
 # %% ../../nbs/dataset/verify.ipynb #d5e69ef0
 def check_data_set(

@@ -24,8 +24,7 @@ import numpy as np
 
 from leakmel.core import export
 from leakmel.core.errors import DataError, missing_remedy, require_choice, show_path
-from leakmel.core.files import read_own_json
-from leakmel.core.locks import new_folder
+from leakmel.core.files import new_folder, read_own_json
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
 from leakmel.dataset.reader import MelDataset, damage_errors, open_dataset, read_rows

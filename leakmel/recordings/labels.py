@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from leakmel.core import comparison, files, locks
+from leakmel.core import comparison, files
 from leakmel.core.errors import DataError, UsageError, how_many, log, show_path
 from leakmel.recordings import naming, problems
 from leakmel.recordings.listing import (
@@ -163,8 +163,8 @@ def append_decision(file: str | os.PathLike, decision: Decision) -> None:
         decision = replace(decision, path=show_path(decision.path))
     with files.write_errors(file), contextlib.ExitStack() as stack:
         fd = _open_table(file, stack)
-        if not locks.flock(fd, wait=True):
-            stack.enter_context(locks.OwnerLock(file.resolve(), wait_s=_LOCK_WAIT_S))
+        if not files.flock(fd, wait=True):
+            stack.enter_context(files.OwnerLock(file.resolve(), wait_s=_LOCK_WAIT_S))
             # NFS shows what others wrote to those who open the file after them
             fd = _open_table(file, stack)
         _append(fd, astuple(decision), file)

@@ -21,9 +21,9 @@ from errors import raises
 from independent import leftovers
 
 import leakmel as lm
-from leakmel.core import locks
+from leakmel.core import files as locks
 from leakmel.core.errors import OutputError
-from leakmel.core.locks import OutputLock, Owner, OwnerLock, lock_kind, read_owner, this_owner
+from leakmel.core.files import OutputLock, Owner, OwnerLock, lock_kind, read_owner, this_owner
 from leakmel.recordings import labels
 from leakmel.recordings.labels import Decision, append_decision, read_decisions
 
@@ -31,7 +31,7 @@ WITHOUT_FLOCK = """
 import errno, fcntl, os, pathlib, sys, time
 def refused(fd, operation): raise OSError(errno.{code}, os.strerror(errno.{code}))
 fcntl.flock = refused
-from leakmel.core.locks import OutputLock, OwnerLock
+from leakmel.core.files import OutputLock, OwnerLock
 target = pathlib.Path(sys.argv[1])
 """
 HOLD = "with OutputLock(target): print('held', flush=True); time.sleep(60)\n"
@@ -154,7 +154,7 @@ def test_one_holder_among_many_threads(tmp_path: Path, code: str) -> None:
 
 RACE = """
 import random
-from leakmel.core import locks
+from leakmel.core import files as locks
 real = locks.read_owner
 def slowly(path):  # what was read may not hold any more when it is used
     found = real(path)

@@ -16,10 +16,10 @@ from independent import leftovers
 import leakmel as lm
 from leakmel.core.errors import RecordingError, VerifyError
 from leakmel.dataset import loader
-from leakmel.dataset.consistency import pick_rejected
 from leakmel.dataset.loader import BatchReader
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
+from leakmel.dataset.verify import pick_rejected
 from leakmel.recordings.naming import match_pattern
 
 QUIET: dict[str, Any] = {

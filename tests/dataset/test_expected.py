@@ -12,7 +12,7 @@ from each import each
 import leakmel as lm
 from leakmel.core.errors import RecordingError, VerifyError
 from leakmel.dataset import loader
-from leakmel.dataset.consistency import expected_row
+from leakmel.dataset.verify import expected_row
 from leakmel.recordings.conform import ConformRules, conform
 from leakmel.recordings.wav import Recording
 

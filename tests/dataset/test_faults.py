@@ -33,7 +33,7 @@ from leakmel.core.errors import (
     SpecError,
     VerifyError,
 )
-from leakmel.core.locks import OutputLock
+from leakmel.core.files import OutputLock
 from leakmel.dataset import inputs, job, loader, publish, writer
 from leakmel.dataset.job import Job, may_resume
 from leakmel.dataset.pipeline import PipelineConfig

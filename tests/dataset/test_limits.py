@@ -95,7 +95,7 @@ def test_machine_fault_during_the_check_is_not_a_wrong_row(tmp_path, data, monke
     def read(path):
         raise MachineError("the machine failed while reading (EMFILE)", path=path)
 
-    monkeypatch.setattr("leakmel.dataset.consistency.read_wav", read)
+    monkeypatch.setattr("leakmel.dataset.verify.read_wav", read)
     with pytest.raises(MachineError, match="EMFILE"):
         lm.build(data, out=tmp_path / "x.h5", **QUIET)
 

@@ -22,7 +22,7 @@ from left_threads import left_threads
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, OutputError, UsageError
-from leakmel.core.locks import OutputLock
+from leakmel.core.files import OutputLock
 from leakmel.core.timeline import Timeline
 from leakmel.dataset import modes
 from leakmel.dataset.config import PipelineConfig

@@ -39,7 +39,7 @@ from leakmel.core.errors import (
     UsageError,
     VerifyError,
 )
-from leakmel.core.locks import OutputLock
+from leakmel.core.files import OutputLock
 from leakmel.core.progress import Progress
 from leakmel.core.timeline import STAGES, analysis_text, attribute, covered_s, interval_s, read_timeline
 from leakmel.dataset import existing as existing_module

@@ -10,11 +10,10 @@ import pytest
 
 import leakmel as lm
 from leakmel.core.errors import DataError, VerifyError
-from leakmel.dataset import consistency as sources
+from leakmel.dataset import verify as sources
 from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.consistency import expected_bounds, read_source
 from leakmel.dataset.job import Job
-from leakmel.dataset.verify import check_data_set
+from leakmel.dataset.verify import check_data_set, expected_bounds, read_source
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.spec import bounds_of, reference_features
 from leakmel.recordings.demo import write_wav

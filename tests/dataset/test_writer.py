@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from independent import content, leftovers, same
 
 from leakmel.core.errors import OutputError, SpaceError, UsageError
-from leakmel.core.files import replacing, require_space
-from leakmel.core.locks import OutputLock
+from leakmel.core.files import OutputLock, replacing, require_space
 from leakmel.dataset import schema, writer
 from leakmel.dataset.schema import (
     FILE_COLUMNS,
@@ -638,7 +637,7 @@ def test_stale_lock_file_does_not_block(tmp_path):
 
 def test_killed_holder_does_not_block(tmp_path):
     code = (
-        "import time, pathlib\nfrom leakmel.core.locks import OutputLock\n"
+        "import time, pathlib\nfrom leakmel.core.files import OutputLock\n"
         f"with OutputLock(pathlib.Path({str(tmp_path / 'a.h5')!r})): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:

@@ -12,8 +12,8 @@ import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError
 from leakmel.core.operation import Run, make
-from leakmel.dataset.consistency import label_mismatches, labelled_by_people
 from leakmel.dataset.reader import open_dataset
+from leakmel.dataset.verify import label_mismatches, labelled_by_people
 from leakmel.detector.data.segments import Segments, make_task
 from leakmel.detector.data.splits import group_split
 from leakmel.detector.model.settings import TrainSettings

@@ -25,7 +25,7 @@ from tiny_training import at_a_moment, files, loaded, n_moments, tiny, tiny_word
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
-from leakmel.core.locks import OutputLock
+from leakmel.core.files import OutputLock
 from leakmel.core.monitor import SAMPLE_KEYS, Sampler
 from leakmel.detector.data.splits import LeakySplitWarning, SplitWarning, group_split
 from leakmel.detector.metrics.metrics import UNCHOSEN, VOTES, DecisionRule, best_threshold, vote_scores

@@ -27,7 +27,7 @@ from leakmel.core.errors import (
     SpaceError,
     UsageError,
 )
-from leakmel.core.locks import OutputLock
+from leakmel.core.files import OutputLock
 
 Publish = Callable[..., RecordServer]
 LEAKS = {f"pe-zone 2-0.3 MPa-1 ms-hydrophone-0-1_{k}.wav": wav(k) for k in range(20)}

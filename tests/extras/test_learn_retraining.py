@@ -753,7 +753,7 @@ def test_test_recordings_are_never_trained_on(networks, tmp_path):
 
 
 def test_one_round_at_a_time(networks, tmp_path):
-    from leakmel.core.locks import OutputLock
+    from leakmel.core.files import OutputLock
 
     with OutputLock(tmp_path / "model.pt"), pytest.raises(OutputError, match="another round"):
         retrain(**round_arguments(networks, tmp_path))

@@ -30,7 +30,7 @@ from tiny_training import at_a_moment, at_every_moment, files, loaded, n_moments
 
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
-from leakmel.core.locks import OutputLock
+from leakmel.core.files import OutputLock
 from leakmel.detector.data.splits import LeakySplitWarning, group_split
 from leakmel.detector.model.detector import load_detector
 from leakmel.detector.model.settings import CheckpointSettings, TrainSettings

@@ -18,7 +18,7 @@ from each import each
 import leakmel as lm
 from leakmel.core import timeline
 from leakmel.core.timeline import Evidence, Suggestion, analyse
-from leakmel.dataset import consistency
+from leakmel.dataset import verify
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.loader import BatchReader
 from leakmel.dataset.writer import RowFile
@@ -120,7 +120,7 @@ ON_DEVICE = {"engine": "torch", "pipeline": {"device": "fake", "files_per_batch"
             id="engine",
         ),
         pytest.param("write_workers", RowFile, "write", lambda *_: 0.05, {"pipeline": APART}, id="writer"),
-        pytest.param("check", consistency, "expected_row", lambda *_: 0.03, {"check": None}, id="check"),
+        pytest.param("check", verify, "expected_row", lambda *_: 0.03, {"check": None}, id="check"),
     ],
 )
 def test_a_suggestion_helps(folder, tmp_path, monkeypatch, setting, owner, name, cost_s, given):

@@ -26,8 +26,7 @@ import numpy as np
 import pandas as pd
 
 from leakmel.core.errors import DataError, OutputError, UsageError, how_many, require_choice, show_path
-from leakmel.core.files import write_errors
-from leakmel.core.locks import OutputLock
+from leakmel.core.files import OutputLock, write_errors
 from leakmel.core.monitor import Monitor
 from leakmel.core.operation import RowTable, user_path, write_summary
 from leakmel.core.progress import announce

@@ -21,7 +21,7 @@ from textwrap import TextWrapper
 from typing import Any, NamedTuple
 
 from leakmel.core.errors import DataError, LeakmelError, missing_remedy, show_path
-from leakmel.core.locks import lock_kind
+from leakmel.core.files import lock_kind
 from leakmel.core.monitor import cgroup_limits, cpu_quota, free_memory, usable_cores, wsl_version
 from leakmel.core.progress import size_text
 

@@ -22,7 +22,7 @@ import xxhash
 
 from leakmel.core.errors import DataError, OutputError, SpaceError, UsageError, missing_remedy, write_error
 from leakmel.core.export import ExportResult, parse_time, require_package, tree_size, write_table
-from leakmel.core.locks import OutputLock, new_folder
+from leakmel.core.files import OutputLock, new_folder
 from leakmel.core.progress import Progress
 from leakmel.core.store import output_path
 

@@ -31,8 +31,7 @@ import pandas as pd
 
 from leakmel.core.comparison import text_key
 from leakmel.core.errors import DataError, RecordingError, SpecError, UsageError, how_many, show_path
-from leakmel.core.files import write_whole
-from leakmel.core.locks import OutputLock
+from leakmel.core.files import OutputLock, write_whole
 from leakmel.core.progress import Progress
 from leakmel.core.store import Folder
 from leakmel.dataset.loader import FACTS

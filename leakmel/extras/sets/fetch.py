@@ -43,8 +43,14 @@ from leakmel.core.errors import (
     write_error,
 )
 from leakmel.core.export import require_package
-from leakmel.core.files import digest_of_file, read_own_json, require_space, sealed_json, write_errors
-from leakmel.core.locks import new_folder
+from leakmel.core.files import (
+    digest_of_file,
+    new_folder,
+    read_own_json,
+    require_space,
+    sealed_json,
+    write_errors,
+)
 from leakmel.core.operation import user_path
 from leakmel.core.progress import Progress
 from leakmel.extras.sets.catalogue import LeakSet, NamedRecording, set_named
