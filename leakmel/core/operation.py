@@ -174,7 +174,6 @@ class Operation:
         raise NotImplementedError
 
     def __call__(self, run: Run) -> Outcome:
-        "Plan the work, and do it."
         return self.execute(self.plan(run), run)
 
 

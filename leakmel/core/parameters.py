@@ -79,7 +79,6 @@ class EarlierSetting:
 
     @property
     def command(self) -> str:
-        "Command that has the replacement."
         return "train" if self.area == "training" else "build"
 
     def answer(self, known: Collection[str]) -> str:

@@ -20,7 +20,6 @@ from leakmel.core.errors import log
 
 # %% ../../nbs/core/progress.ipynb #8c85bce8
 def _duration_text(seconds: float) -> str:
-    "Format a duration in seconds, minutes or hours."
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -238,9 +237,6 @@ class Progress:
 
     def __exit__(self, kind, error, trace) -> None:
         self.close("done" if kind is None else "stopped")
-
-# %% ../../nbs/core/progress.ipynb #2a94c494
-#| exporti
 
 # %% ../../nbs/core/progress.ipynb #fc54c2fa
 def announce(

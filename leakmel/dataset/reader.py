@@ -337,7 +337,6 @@ class SpecFile:
 
 
 def _require_known(names: Iterable[str], known: Iterable[str], path: Path) -> None:
-    "Check that all names are known; raises SpecError."
     if unknown := [name for name in names if name not in known]:
         raise SpecError(
             "; ".join(answer_unknown(name[:60], known) for name in unknown[:5]),

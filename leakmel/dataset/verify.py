@@ -42,7 +42,7 @@ def _full_scale(samples: np.ndarray) -> np.ndarray:
 def expected_row(recording: Recording, spec: MelSpec) -> tuple[np.ndarray, str]:
     """Return the samples of a row as the rules define them ([N] int16 or float32), and its status.
 
-    Computed independently of the builder. Raises MachineError; errors.RecordingError where the rules reject.
+    Computed independently of the builder. Raises MachineError; RecordingError where the rules reject.
     """
     samples = recording.samples
     n, channels = samples.shape

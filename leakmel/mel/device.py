@@ -35,7 +35,6 @@ class Event:
         self.raw = torch.cuda.Event(enable_timing=True, blocking=True)
 
     def synchronize(self) -> None:
-        "Block until the device has reached the event."
         with torch.cuda.device(self._device):
             self.raw.synchronize()
 
@@ -62,7 +61,6 @@ class Stream:
         self.do(lambda: target.copy_(source, non_blocking=True))
 
     def wait(self, event: Event) -> None:
-        "Make the stream wait for an event."
         with torch.cuda.device(self._device):
             self.raw.wait_event(event.raw)
 
@@ -120,7 +118,6 @@ class Device:
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        "Copy a tensor to device memory."
         return tensor.to(self.torch_device)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -155,7 +152,6 @@ class Device:
         return made
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        "Return whether an array of `pinned` is pinned."
         return tensor.data_ptr() in self._pinned
 
     def unpin(self, tensor: torch.Tensor) -> None:

@@ -63,10 +63,6 @@ def block_size(spec: MelSpec, free_bytes: int, options: DeviceOptions) -> int:
     fits = free_bytes // 2 // (streams * options.buffers_per_stream * per_recording)
     return max(1, min(options.max_block or MAX_BLOCK_RECORDINGS, fits, MAX_BLOCK_BYTES // per_recording))
 
-# %% ../../nbs/mel/device_engine.ipynb #2845cc05
-#| exporti
-
-
 # %% ../../nbs/mel/device_engine.ipynb #d1167729
 class DeviceRunner:
     "Run batches on one device; thread-safe."
@@ -227,7 +223,6 @@ class DeviceRunner:
         buffers.stream.do(work)  # again: the trial has overwritten the results
 
     def _reuse_events(self, block: DeviceBlock) -> None:
-        "Reuse the events of a finished block."
         self.pending.pop(id(block), None)
         self.free_events.append(block.events)
 

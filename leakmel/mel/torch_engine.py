@@ -154,7 +154,6 @@ class TorchChain:
         self.bank = bank.expand(n, *bank.shape)
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
-        "Launch: `x` [n, N] -> `mels` [n, L, S, M, T] float16, and of int16 `moments` [n, 5] float64."
         n_long, n_short, n_mels, n_frames = self.spec.row_shape
         for start in range(0, len(x), self.granule):
             part = slice(start, start + self.granule)
@@ -374,7 +373,6 @@ class TorchaudioChain:
         self.moments = DeviceMoments(spec, device, self.granule)
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
-        "Launch: `x` [n, N] -> `mels` [n, L, S, M, T] float16, and of int16 `moments` [n, 5] float64."
         for start in range(0, len(x), self.granule):
             part = slice(start, start + self.granule)
             some = x[part]

@@ -553,7 +553,6 @@ class Build(WithFeatures):
         return {"report": show_path(build_report(results, path))}
 
     def _build_part(self, given: dict[str, Any]) -> Outcome:
-        "Build one part of a data set."
         unused = {
             "--split all": self.split == "all",
             "--cluster": self.cluster is not None,

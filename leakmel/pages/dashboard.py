@@ -309,7 +309,6 @@ def _facts(run: RunRecord) -> dict[str, dict[str, str]]:
 
 
 def _file_fact(run: RunRecord, name: str) -> str:
-    "Describe a data set in one line."
     report = run.reports.get(name)
     size = next((size_text(p.stat().st_size) for p in run.data_sets if p.name == name), "file missing")
     if report is None:

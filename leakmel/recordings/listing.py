@@ -220,7 +220,6 @@ class FoundFiles:
         return sorted(left, key=lambda problem: problem.path)
 
     def leave_out(self, kind: str, path: bytes, root: bytes, why: str) -> None:
-        "Note an entry that is not read."
         self.left_out.append(Problem(kind, show_path(os.path.relpath(path, root)), why))
 
     def pass_over(self, folder: bytes, root: bytes, named: Collection[bytes] = ()) -> None:

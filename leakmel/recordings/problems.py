@@ -268,7 +268,6 @@ class Columns:
         return len(self.path)
 
     def show(self, i: int) -> str:
-        "Recording `i` as it is displayed."
         return show_place(self.places[self.split_id[i]], self.path[i])
 
     @functools.cached_property
