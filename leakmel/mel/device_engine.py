@@ -7,35 +7,31 @@ __all__ = []
 
 # %% ../../nbs/mel/device_engine.ipynb #dc96ff40
 import itertools
+import math
+import mmap
+import re
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from leakmel.core.errors import EngineError, LeakmelError, UsageError, log
-from leakmel.core.timeline import Timeline
-from leakmel.mel.device import (
-    BatchPart,
-    Chain,
-    ChainFactory,
-    Device,
-    DeviceBlock,
-    DeviceBuffers,
-    DeviceTicket,
-    EventSet,
-    SpanLog,
-    next_block,
-)
+from leakmel.core.timeline import Span, Timeline
 from leakmel.mel.engines import (
     DEVICE_ENGINES,
+    DEVICES,
     Batch,
     DeviceOptions,
     Engine,
     EngineLane,
+    EngineUnavailable,
     Label,
     Ticket,
     check_recording,
@@ -45,6 +41,427 @@ from leakmel.mel.engines import (
     log_skipped_engine,
 )
 from leakmel.mel.spec import MelSpec, reference_features
+from leakmel.recordings.conform import moments_of
+
+# %% ../../nbs/mel/device_engine.ipynb #8affa553
+class Event:
+    "CUDA event of a device."
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.raw = torch.cuda.Event(enable_timing=True, blocking=True)
+
+    def synchronize(self) -> None:
+        with torch.cuda.device(self._device):
+            self.raw.synchronize()
+
+    def elapsed_time(self, ended: "Event") -> float:
+        "Return the milliseconds from this event to a later one."
+        with torch.cuda.device(self._device):
+            return self.raw.elapsed_time(ended.raw)
+
+
+class Stream:
+    "CUDA stream, and the memory pool of its graphs."
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.raw = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def do(self, fn: Callable[[], object]) -> None:
+        "Run `fn`, which launches work on this stream."
+        with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self.raw):
+            fn()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.do(lambda: target.copy_(source, non_blocking=True))
+
+    def wait(self, event: Event) -> None:
+        with torch.cuda.device(self._device):
+            self.raw.wait_event(event.raw)
+
+    def record(self, event: Event) -> None:
+        with torch.cuda.device(self._device):
+            self.raw.record_event(event.raw)
+
+# %% ../../nbs/mel/device_engine.ipynb #d858482f
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def _page_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
+    "Zeroed memory on its own pages, and the mapping that contains it; large blocks start at a huge page."
+    n_bytes = int(np.prod(shape)) * dtype.itemsize
+    align = _HUGE_PAGE_BYTES if n_bytes >= 2 * _HUGE_PAGE_BYTES else 1
+    # shared memory gets no huge pages
+    memory = mmap.mmap(-1, max(n_bytes, 1) + align - 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if align > 1:
+        _advise(memory, "MADV_HUGEPAGE")
+    whole = np.frombuffer(memory, np.uint8)
+    first = -whole.ctypes.data % align
+    return torch.from_numpy(whole[first : first + n_bytes]).view(dtype).view(shape), memory
+
+
+def _advise(memory: mmap.mmap, advice: str) -> None:
+    "Advise the system on the use of memory, if it supports the advice."
+    with suppress(OSError, AttributeError):
+        memory.madvise(getattr(mmap, advice))
+
+# %% ../../nbs/mel/device_engine.ipynb #e9278b8c
+_CAPTURING = threading.Lock()
+
+
+class Device:
+    "CUDA device, and its pinned host memory."
+
+    kind = "cuda"  # part of an engine's identity
+    processor = ""  # also part of it
+
+    # processor: compute capability, on which the order of sums depends
+    def __init__(self, index: int, *, processor: str = ""):
+        self.name = f"cuda:{index}"
+        self.torch_device = torch.device("cuda", index)
+        self.processor = processor
+        # by address; None: memory of torch, which is not registered
+        self._pinned: dict[int, tuple[torch.Tensor, mmap.mmap | None]] = {}
+        self._has_warned = False
+
+    def free_bytes(self) -> int:
+        "Free device memory, including the cache of torch."
+        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return torch.cuda.mem_get_info(self.torch_device)[0] + kept
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.torch_device)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.torch_device)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        "Allocate zeroed pinned host memory, from which the device copies directly; ordinary memory if CUDA cannot pin it."
+        made, memory = _page_aligned(shape, dtype)
+        if not made.nbytes:
+            return made
+        with torch.cuda.device(self.torch_device):
+            # 1: for all devices
+            code = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), made.nbytes, 1))
+            if not code:
+                # after a fork, writes of this process could otherwise go to pages that the device does not use
+                _advise(memory, "MADV_DONTFORK")
+                self._pinned[made.data_ptr()] = made, memory
+                return made
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self.torch_device)  # clears the pending CUDA error
+            with suppress(RuntimeError):
+                other = torch.zeros(shape, dtype=dtype, pin_memory=True)
+                self._pinned[other.data_ptr()] = other, None
+                return other
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "CUDA could not pin %d MB of host memory in addition to %d MB (error %d), so copies to and from %s will be slower. "
+                "Lower max_bytes_in_flight, or let this system pin more memory.",
+                made.nbytes >> 20,
+                sum(held.nbytes for held, _ in self._pinned.values()) >> 20,
+                code,
+                self.name,
+            )
+        return made
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() in self._pinned
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        "Unregister pinned memory; a failed device does so when the process ends."
+        _, memory = self._pinned.pop(tensor.data_ptr(), (None, None))
+        if memory is not None:
+            with suppress(RuntimeError), torch.cuda.device(self.torch_device):
+                torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+            _advise(memory, "MADV_DOFORK")
+
+    def stream(self) -> Any:
+        return Stream(self.torch_device)
+
+    def event(self) -> Any:
+        return Event(self.torch_device)
+
+    def capture(self, stream: Any, fn: Callable[[], object]) -> Callable[[], None]:
+        "Capture the launches of `fn` as a graph; call the result inside `stream.do` to replay it."
+        graph = torch.cuda.CUDAGraph()
+        capturing = torch.cuda.graph(
+            graph, pool=stream.pool, stream=stream.raw, capture_error_mode="thread_local"
+        )
+        # Inference mode comes last: tensors that torch keeps for all graphs of the process must not be inference tensors.
+        device = torch.cuda.device(self.torch_device)
+        with _CAPTURING, device, torch.cuda.stream(stream.raw), capturing, torch.inference_mode():
+            fn()
+        return graph.replay
+
+    def synchronize(self) -> None:
+        "Block until the device is idle."
+        with _CAPTURING:
+            torch.cuda.synchronize(self.torch_device)
+
+    def ran_out(self, error: BaseException) -> bool:
+        "Whether an error means that device memory ran out; libraries have their own messages."
+        return isinstance(error, torch.OutOfMemoryError) or (
+            isinstance(error, RuntimeError) and bool(re.search("out of memory|ALLOC_FAILED", str(error)))
+        )
+
+    def trim(self) -> None:
+        "Return unused memory to the system; a failed device does so when the process ends."
+        if torch.cuda.is_initialized():  # a device that was never used is not initialized for this
+            with suppress(RuntimeError), _CAPTURING:
+                torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        "Unregister pinned memory and release device memory."
+        for tensor, _ in list(self._pinned.values()):
+            self.unpin(tensor)
+        self.trim()
+
+# %% ../../nbs/mel/device_engine.ipynb #4ec92020
+def _open_device(index: int) -> Device:
+    major, minor = torch.cuda.get_device_capability(index)
+    return Device(index, processor=f"{major}.{minor}")
+
+
+def open_devices(device: str) -> list[Device]:
+    """Open at least one device: "cuda" or "auto" (all that are visible), "cuda:1", "cuda:0,2"; the caller closes them.
+
+    Raises UsageError for an unknown name, EngineError if the device does not exist.
+    """
+    name = "cuda" if device == "auto" else device
+    kind = re.split("[:*]", name)[0]
+    if kind in DEVICES:
+        module, opener = DEVICES[kind]
+        return getattr(import_module(module), opener)(name)
+    found = re.fullmatch(r"cuda(?::(\d{1,3}(?:,\d{1,3})*))?", name)
+    if found is None:
+        raise UsageError(
+            "no device has this name",
+            code="unknown-device",
+            found=repr(device),
+            expected="auto, cpu, cuda or cuda:0",
+        )
+    if not torch.cuda.is_available():
+        raise EngineUnavailable(
+            "no CUDA device can be used",
+            code="no-device",
+            found=f"torch {torch.__version__}",
+            remedy="use device='cpu', or install a CUDA build of torch and its driver",
+        )
+    n = torch.cuda.device_count()
+    numbers = list(dict.fromkeys(map(int, found[1].split(",")))) if found[1] else list(range(n))
+    if max(numbers) >= n:
+        raise EngineError(
+            "this machine has no CUDA device of this number",
+            code="no-device",
+            found=device,
+            expected=f"cuda:0 to cuda:{n - 1}",
+        )
+    return [_open_device(i) for i in numbers]
+
+# %% ../../nbs/mel/device_engine.ipynb #d1773dac
+class Chain(Protocol):
+    "Sequence of launches that computes features of samples on a device."
+
+    granule: int  # smallest useful block, recordings: a smaller one would not save memory
+
+    def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
+        "Launch: `x` [n, N] int16 or float32 -> `mels` [n, L, S, M, T] float16, and of int16 `moments` [n, 5] float64; must not wait."
+
+
+ChainFactory = Callable[[Device, int], Chain]  # device, and the recordings of the largest block
+
+# %% ../../nbs/mel/device_engine.ipynb #111af038
+DEVICE_STAGES = ("copy_in", "compute", "copy_out")
+
+
+class EventSet:
+    "Events of one block, and its figures in host memory."
+
+    def __init__(self, device: Device, n_block: int):
+        self.stages = [(device.event(), device.event()) for _ in DEVICE_STAGES]  # begin and end of each
+        self.copied_in, self.computed, self.copied_out = (ended for _, ended in self.stages)
+        self.figures = device.pinned((6 * n_block,), torch.float64)  # [5 n] moments, [n] sums
+
+
+_CLOCK_TRIES = 5
+
+
+class SpanLog:
+    "Write the stages of a device's blocks into a timeline."
+
+    def __init__(self, timeline: Timeline, device: Device, stream: Any):
+        self._timeline = timeline
+        self._lane = device.name
+        least_s = math.inf
+        for _ in range(
+            _CLOCK_TRIES
+        ):  # a busy machine may let this thread wait between the event and the clock
+            event, before_s = device.event(), timeline.now_s()
+            stream.record(event)
+            event.synchronize()
+            behind_s = timeline.now_s()
+            if behind_s - before_s < least_s:
+                least_s = behind_s - before_s
+                self._base, self._base_s = event, (before_s + behind_s) / 2
+
+    def note(self, events: EventSet, label: Label, n_files: int, bytes_in: int, bytes_out: int) -> None:
+        "Record the stages of a finished block."
+        for stage, (began, ended) in zip(DEVICE_STAGES, events.stages, strict=True):
+            start_s = self._base_s + 1e-3 * self._base.elapsed_time(began)
+            end_s = start_s + 1e-3 * began.elapsed_time(ended)
+            n_bytes = bytes_out if stage == "copy_out" else bytes_in
+            self._timeline.spans.append(Span(stage, self._lane, start_s, end_s, *label, n_files, n_bytes))
+
+# %% ../../nbs/mel/device_engine.ipynb #7ea7eaa2
+class DeviceTicket(Ticket):
+    "Handle of a batch submitted to a device."
+
+    def __init__(
+        self,
+        samples: np.ndarray,  # [B, N] int16 or float32
+        out: np.ndarray,  # [B, L, S, M, T]
+        label: Label,
+        title: str,  # engine and device, for error messages
+        log: SpanLog | None = None,
+    ):
+        super().__init__(samples, out)
+        self.label = label
+        self.title = title
+        self.log = log
+        self.blocks: list[DeviceBlock] = []
+
+    def fail(self, error: Exception) -> None:
+        "Store the first error of the batch."
+        if not isinstance(error, (EngineError, MemoryError)):
+            error = EngineError(
+                f"{self.title} failed ({type(error).__name__}: {error})",
+                code="device-failed",
+                remedy="build again; if it fails again, use another engine and report this",
+            )
+        self.error = self.error or error
+
+    def wait(self) -> np.ndarray:
+        for block in self.blocks:
+            block.finish()
+
+        return super().wait()
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    "Rows of a batch, and their position in a block."
+
+    ticket: DeviceTicket
+    start: int
+    stop: int
+    at: int = 0
+
+    @property
+    def in_block(self) -> slice:
+        return slice(self.at, self.at + self.stop - self.start)
+
+
+def next_block(
+    rest: list[BatchPart],  # remaining rows, batch after batch
+    n_block: int,
+) -> tuple[list[BatchPart], list[BatchPart]]:
+    "Take rows of one sample type, at most so many, for the next block; return the block and the remaining rows."
+    block: list[BatchPart] = []
+    n = 0
+    dtype = rest[0].ticket.samples.dtype
+    rest = list(rest)
+    while rest and n < n_block and rest[0].ticket.samples.dtype == dtype:
+        p = rest.pop(0)
+        stop = min(p.stop, p.start + n_block - n)
+        block.append(BatchPart(p.ticket, p.start, stop, n))
+        n += stop - p.start
+        if stop < p.stop:
+            rest.insert(0, BatchPart(p.ticket, stop, p.stop))
+    return block, rest
+
+# %% ../../nbs/mel/device_engine.ipynb #592e653a
+class DeviceBlock:
+    "Rows that are computed together on a device."
+
+    def __init__(self, pieces: list[BatchPart], events: EventSet, give_back: Callable[["DeviceBlock"], None]):
+        self.pieces = pieces
+        self.events = events
+        self.n = pieces[-1].in_block.stop
+        self.done = False
+        self._give_back = give_back
+        self._lock = threading.Lock()
+
+    def finish(self) -> None:
+        "Wait for the block, once; errors are stored in its tickets."
+        with self._lock:
+            if self.done:
+                return
+            try:
+                self.events.copied_out.synchronize()
+                self._deliver()
+            except Exception as e:
+                for p in self.pieces:
+                    p.ticket.fail(e)
+            self.done = True
+            self.pieces = []  # buffers keep their last block, but not the arrays of the caller
+            self._give_back(self)
+
+    def _deliver(self) -> None:
+        "Copy the figures to the batches; fail a batch if a row is not finite although its samples are."
+        figures = self.events.figures.numpy()
+        moments, sums = figures[: 5 * self.n].reshape(self.n, 5), figures[5 * self.n : 6 * self.n]
+        for p in self.pieces:
+            own = p.ticket.samples[p.start : p.stop]
+            own_moments = moments[p.in_block] if own.dtype == np.int16 else moments_of(own)
+            p.ticket.moments[p.start : p.stop] = own_moments
+            for k in p.start + np.flatnonzero(~np.isfinite(sums[p.in_block])):
+                if np.isfinite(p.ticket.samples[k]).all():
+                    error = EngineError(
+                        f"{p.ticket.title} returned NaN or infinity for finite samples",
+                        code="not-a-number",
+                        found=f"recording {k} of its batch",
+                        remedy="build again; if it fails again, use another engine and report this",
+                    )
+                    p.ticket.fail(error)
+        first = self.pieces[0].ticket
+        if first.log is not None:
+            bytes_in, bytes_out = self.n * first.samples[0].nbytes, self.n * (2 * first.out[0].size + 48)
+            first.log.note(self.events, first.label, self.n, bytes_in, bytes_out)
+
+# %% ../../nbs/mel/device_engine.ipynb #44f6caad
+class DeviceBuffers:
+    "Device memory for one block, with its stream, chain and graphs."
+
+    def __init__(self, device: Device, spec: MelSpec, stream: Any, chain: Chain, n_block: int):
+        self.stream = stream
+        self.chain = chain
+        self.mels = device.empty((n_block, *spec.row_shape), torch.float16)
+        self.figures = device.empty((6 * n_block,), torch.float64)
+        wide = device.empty((n_block, spec.n_samples), torch.float32)
+        short = wide.view(torch.int16).view(-1)[: wide.numel()].view(wide.shape)
+        self.samples = {torch.float32: wide, torch.int16: short}  # by type, in the same memory
+        self.graphs: dict[tuple[int, torch.dtype], Callable[[], None]] = {}
+        self.n_blocks: Counter[tuple[int, torch.dtype]] = (
+            Counter()
+        )  # number of blocks by size and type, the key of a graph
+        self.last: DeviceBlock | None = None  # previous block; None if all blocks are known to be finished
+
+    def launch(self, n: int, dtype: torch.dtype) -> None:
+        "Launch the work for a block of `n` recordings."
+        mels = self.mels[:n]
+        moments = self.figures[: 5 * n].view(n, 5) if dtype == torch.int16 else None
+        self.chain.features(self.samples[dtype][:n], mels, moments)
+        # NaN if one value is NaN; float64 would copy all values first
+        self.figures[5 * n : 6 * n].copy_(torch.sum(mels.view(n, -1), dim=1, dtype=torch.float32))
+
+    def results(self, n: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        "Tensors that a launch fills, as integers, so that NaN equals NaN."
+        figures = self.figures[0 if dtype == torch.int16 else 5 * n : 6 * n]
+        return [self.mels[:n].view(torch.int16), figures.view(torch.int64)]
 
 # %% ../../nbs/mel/device_engine.ipynb #f3704894
 MAX_BLOCK_RECORDINGS = 1024  # of a block

@@ -20,8 +20,7 @@ import torch
 
 from leakmel.core.errors import EngineError, install_command
 from leakmel.core.monitor import usable_cores
-from leakmel.mel.device import Device, open_devices
-from leakmel.mel.device_engine import DeviceEngine
+from leakmel.mel.device_engine import Device, DeviceEngine, open_devices
 from leakmel.mel.engines import DeviceOptions, EngineUnavailable, UnsupportedSpec, check_recording
 from leakmel.mel.spec import MelSpec, hann_periodic
 from leakmel.recordings.conform import FULL_SCALE, even_step, int16_moments, moments_of

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from leakmel.core.errors import EngineError
-from leakmel.mel.device import Device, open_devices
-from leakmel.mel.device_engine import DeviceEngine
+from leakmel.mel.device_engine import Device, DeviceEngine, open_devices
 from leakmel.mel.engines import DeviceOptions, EngineUnavailable
 from leakmel.mel.spec import MelSpec, frame_places, hann_periodic
 from leakmel.recordings.conform import FULL_SCALE

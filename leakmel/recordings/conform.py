@@ -367,12 +367,6 @@ def piece_count(
     what: str,
 ) -> int:  # pieces that fit without padding
     "Return the number of pieces that fit into a parent without padding; `what` is their name."
-    if window < 1 or hop < 1:
-        raise SpecError(
-            f"{what}: window and hop must be at least 1 sample",
-            code="wrong-value",
-            found=f"window {window}, hop {hop}",
-        )
     if n_samples < window:
         raise SpecError(
             f"no {what} fits into the samples that are available",

@@ -60,7 +60,7 @@ def copy_alone(device: str, sizes: list[int], window_s: float) -> dict[str, Any]
     "Return GB/s of plain pinned copies by size: to the device (`in`), and from it (`out`)."
     import torch
 
-    from leakmel.mel.device import open_devices
+    from leakmel.mel.device_engine import open_devices
 
     on, found = open_devices(device)[0], dict[str, Any]()
     try:
@@ -128,7 +128,7 @@ def both_ways(device: str, n_bytes: int, window_s: float) -> dict[str, list[floa
     "GB/s each way of pinned copies while the other way is in use."
     import torch
 
-    from leakmel.mel.device import open_devices
+    from leakmel.mel.device_engine import open_devices
 
     on = open_devices(device)[0]
     try:
@@ -168,7 +168,7 @@ def card_alone(device: str, n_bytes: int, n_matrix: int, window_s: float) -> dic
     "Return bytes per second, read and written, of a copy on the device, and operations per second of a float16 matrix product."
     import torch
 
-    from leakmel.mel.device import open_devices
+    from leakmel.mel.device_engine import open_devices
 
     on = open_devices(device)[0]
     try:
@@ -203,7 +203,7 @@ def launches(device: str, name: str, n_block: int, window_s: float) -> dict[str,
     "Recordings per second of the fused kernel alone, by rows, warps and stages."
     import torch
 
-    from leakmel.mel.device import open_devices
+    from leakmel.mel.device_engine import open_devices
     from leakmel.mel.triton_kernel import TritonChain, launch_for
 
     spec, on, found = geometry_spec(name), open_devices(device)[0], dict[str, Any]()

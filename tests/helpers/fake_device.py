@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from left_threads import left_threads
 
-from leakmel.mel.device import Device
+from leakmel.mel.device_engine import Device
 from leakmel.mel.engines import DEVICES
 from leakmel.mel.torch_engine import one_thread
 

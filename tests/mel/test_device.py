@@ -27,10 +27,8 @@ from left_threads import left_threads
 
 from leakmel.core.errors import EngineError, UsageError
 from leakmel.core.timeline import Timeline
-from leakmel.mel import device as module
 from leakmel.mel import device_engine, engines
-from leakmel.mel.device import Device, open_devices
-from leakmel.mel.device_engine import DeviceEngine, DeviceRunner
+from leakmel.mel.device_engine import Device, DeviceEngine, DeviceRunner, open_devices
 from leakmel.mel.engines import DeviceOptions, EngineLane, Ticket, check_recording, open_engine, self_check
 from leakmel.mel.spec import MelSpec, compare, reference_features, reference_log_mel
 from leakmel.mel.torch_engine import TorchEngine
@@ -1143,7 +1141,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             opened.append(card.name)
             return card
 
-        monkeypatch.setattr(module, "_open_device", open_card)
+        monkeypatch.setattr(device_engine, "_open_device", open_card)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(engines, "may_have_cuda", lambda: True)
@@ -1227,17 +1225,19 @@ def test_no_device_synchronisation_during_a_capture(monkeypatch: pytest.MonkeyPa
     seen: list[tuple[str, bool]] = []
 
     def note(what: str) -> Callable[..., None]:
-        return lambda *_: seen.append((what, module._CAPTURING.locked()))
+        return lambda *_: seen.append((what, device_engine._CAPTURING.locked()))
 
     class Graph:
         def __init__(self, *_: Any, **words: Any):
             assert words["capture_error_mode"] == "thread_local"
 
         def __enter__(self) -> None:
-            seen.append(("begin", module._CAPTURING.locked() and not torch.is_inference_mode_enabled()))
+            seen.append(
+                ("begin", device_engine._CAPTURING.locked() and not torch.is_inference_mode_enabled())
+            )
 
         def __exit__(self, *_: object) -> None:
-            seen.append(("end", module._CAPTURING.locked() and not torch.is_inference_mode_enabled()))
+            seen.append(("end", device_engine._CAPTURING.locked() and not torch.is_inference_mode_enabled()))
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", note("synchronize"))
@@ -1252,7 +1252,7 @@ def test_no_device_synchronisation_during_a_capture(monkeypatch: pytest.MonkeyPa
     stream: Any = SimpleNamespace(raw=None, pool=(0, 1))
     device.capture(stream, lambda: seen.append(("work", torch.is_inference_mode_enabled())))
     assert seen == [(what, True) for what in ("synchronize", "empty_cache", "begin", "work", "end")]
-    assert not module._CAPTURING.locked()
+    assert not device_engine._CAPTURING.locked()
 
 
 # ---- on a card -----------------------------------------------------------------------------------------------------------

@@ -45,8 +45,7 @@ from leakmel.dataset.schema import Rejected
 from leakmel.detector.data.segments import conform_recording, cut_into_rows
 from leakmel.detector.model.detector import Detector, required_spec
 from leakmel.detector.model.files import AdaptiveBatches, memory_guard
-from leakmel.mel.device import Device, open_devices
-from leakmel.mel.device_engine import open_chain
+from leakmel.mel.device_engine import Device, open_chain, open_devices
 from leakmel.mel.engines import COMPARISON_ENGINES, DEVICE_ENGINES, ENGINES, Engine, open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings import listing as listings
