@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+import xxhash
+
 from leakmel.core.errors import OutputError, SpaceError, VerifyError, show_path, write_error
 from leakmel.core.monitor import read_small_file
 
@@ -167,13 +169,10 @@ def write_whole(
         with delayed_signals():
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as new:
-                fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                try:
-                    write_all(fd, content)
+                with new.open("xb", buffering=0) as file:
+                    write_all(file.fileno(), content)
                     if sync:
-                        os.fsync(fd)
-                finally:
-                    os.close(fd)
+                        os.fsync(file.fileno())
                 if look is not None:
                     look()
             if sync:
@@ -189,8 +188,6 @@ _IS_DIGEST = re.compile(rb"[0-9a-f]{32}").fullmatch
 
 
 def _digest(content: bytes | memoryview) -> bytes:
-    import xxhash
-
     return xxhash.xxh3_128_hexdigest(content).encode()
 
 
@@ -214,8 +211,6 @@ def write_sealed(
     pieces: Iterable[str],  # text of a JSON object behind its first brace
 ) -> None:  # raises OSError
     "Write a JSON object piece by piece, with its digest as the first member."
-    import xxhash
-
     total = xxhash.xxh3_128()
     file.write(_HEAD + b"0" * 32 + _HEAD_END)
     for piece in pieces:
@@ -292,8 +287,6 @@ def digest_of_file(
 ) -> str:  # hexadecimal digits; raises OSError
     "Compute the digest of a file block by block."
     import hashlib
-
-    import xxhash
 
     total = xxhash.xxh3_128() if kind == "xxh3_128" else hashlib.new(kind)
     block = bytearray(_BLOCK_BYTES)

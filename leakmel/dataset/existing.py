@@ -415,7 +415,7 @@ def read_state(target: Path) -> tuple[str, np.ndarray] | None:
     return None
 
 # %% ../../nbs/dataset/existing.ipynb #1ea71392
-_FACT_COLUMNS = ("sample_rate", "n_samples", "channels", *(FIGURES.names or ()), "digest")
+FACT_COLUMNS = ("sample_rate", "n_samples", "channels", *(FIGURES.names or ()), "digest")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -564,7 +564,7 @@ def _read_known(f: h5py.File, stamps: np.ndarray, with_waveforms: bool) -> np.nd
     if with_waveforms:
         known["waveform_digest"] = f["digests/waveforms"][:]
     facts = known["facts"]
-    for name in _FACT_COLUMNS:
+    for name in FACT_COLUMNS:
         facts[name] = schema.read_column(f[f"files/{name}"])
     for name, words in (("encoding", ENCODINGS), ("status", STATUSES)):
         facts[name] = codes_of(schema.read_column(f[f"files/{name}"]), words)

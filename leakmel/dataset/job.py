@@ -28,6 +28,7 @@ from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset import loader, schema
 from leakmel.dataset.config import PipelineConfig, Workers
 from leakmel.dataset.existing import (
+    FACT_COLUMNS,
     KNOWN,
     ExistingDataset,
     Journal,
@@ -43,7 +44,7 @@ from leakmel.dataset.verify import VerifyReport, check_data_set
 from leakmel.dataset.writer import RowFile, allocated_bytes, part_bytes, part_offsets, read_at, write_at
 from leakmel.mel.engines import Engine
 from leakmel.mel.spec import MelSpec
-from leakmel.recordings.conform import FIGURES, digests_of, quality
+from leakmel.recordings.conform import digests_of, quality
 from leakmel.recordings.listing import part_range
 from leakmel.recordings.manifest import Manifest
 from leakmel.recordings.problems import Columns
@@ -163,22 +164,22 @@ class Job:
 
     def __init__(
         self,
+        run: BuildContext,
         target: Target,  # n candidates
-        spec: MelSpec,
-        file: RowFile,
-        *,
-        on_bad_file: str = "reject",  # "reject" or "stop"
-        read_back: bool = False,  # compare each row with its digest when it has been written
+        start: str,  # of the file, as for RowFile
     ):
-        listing = target.listing
+        config, listing = run.request.config, target.listing
+        shape = waveform_shape(run.spec) if run.request.with_waveforms else None
         n = len(listing)
-        self.read_back = read_back
+        # compare rows with their digests as soon as they are written; rows of parts are read back by the join,
+        # compressed rows and waveforms when the file is complete
+        self.read_back = not run.manifest.part_of and config.compression == "none" and shape is None
         self.listing = listing
         self.named_by_folders = listing.parts is None and listing.naming.source == "folders"
-        self.spec = spec
-        self.file = file
+        self.spec = run.spec
+        self.file = RowFile(target.path, run.spec.row_shape, n, shape, start=start)
         self.split = target.split
-        self.plain = loader.BatchReader(listing, spec, on_bad_file=on_bad_file)
+        self.plain = loader.BatchReader(listing, run.spec, on_bad_file=config.on_bad_file)
         self.folder = Folder(listing.folder)  # for readers and verification
         self.reader: loader.BatchReader | CachedReader | loader.ObjectReader = self.plain
         self.cache_use = self.plain.cache_use  # what this build read from files
@@ -188,7 +189,7 @@ class Job:
         # facts about candidates
         self.facts = schema.mapped_zeros(n, loader.FACTS)
         self.row_digests = schema.mapped_zeros(n, "S32")
-        self.waveform_digests = None if file.waveform_shape is None else np.zeros(n, "S32")
+        self.waveform_digests = None if shape is None else np.zeros(n, "S32")
         self.good = np.zeros(n, bool)  # which candidates have become rows
         self.matched = np.zeros(n, bool)  # rows in the file that were read back and match their digest
         self.rejected: list[schema.Rejected] = []
@@ -295,9 +296,6 @@ class Job:
             self.file.abort(keep=n_kept > 0)
         return n_kept
 
-# %% ../../nbs/dataset/job.ipynb #d161a17a
-_FACT_COLUMNS = ("sample_rate", "n_samples", "channels", "digest", *(FIGURES.names or ()))
-
 # %% ../../nbs/dataset/job.ipynb #b493b564
 def _name_columns(job: Job, paths: list[bytes]) -> dict[str, np.ndarray]:
     "Return the parsed names of the rows; each column is as wide as its longest text."
@@ -325,7 +323,7 @@ def job_metadata(
         )
     columns["encoding"] = loader.words_of(job.facts["encoding"][rows], loader.ENCODINGS)
     columns["status"] = loader.words_of(job.facts["status"][rows], loader.STATUSES)
-    columns |= {name: job.facts[name][rows] for name in _FACT_COLUMNS}
+    columns |= {name: job.facts[name][rows] for name in FACT_COLUMNS}
     columns["silent"] = columns["silent"].astype(np.uint8)
     attributes = schema.root_attributes(
         job.spec,
@@ -469,19 +467,6 @@ def _copy_rows(
 _LEFTOVERS = ".{}.partial .{}.partial.gz .{}.journal .{}.timeline.json.new .{}.report.json.new ..{}.state.new"
 
 
-def _new_job(run: BuildContext, target: Target, start: str) -> Job:
-    config = run.request.config
-    shape = waveform_shape(run.spec) if run.request.with_waveforms else None
-    return Job(
-        target,
-        run.spec,
-        RowFile(target.path, run.spec.row_shape, len(target.listing), shape, start=start),
-        on_bad_file=config.on_bad_file,
-        # rows of parts are read back by the join, compressed rows and waveforms when the file is complete
-        read_back=not run.manifest.part_of and config.compression == "none" and shape is None,
-    )
-
-
 def _is_whole(report: Path) -> bool:
     "Whether a report exists and is not damaged."
     with suppress(OSError, ValueError, RecursionError):
@@ -495,7 +480,7 @@ def _finished_job(run: BuildContext, target: Target, existing: ExistingDataset |
     wants_gzip = run.request.config.compression == "gzip"
     if existing is None or existing.compressed != wants_gzip or existing.changes["removed"]:
         return None
-    job = _new_job(run, target, "none")
+    job = Job(run, target, "none")
     job.keep(existing.known, existing.rejected, existing.numbers)
     if not job.is_complete():
         return None
@@ -547,7 +532,7 @@ def _reserve_job(run: BuildContext, target: Target) -> Job:  # raises OutputErro
                 errors.show_path(target.path),
                 why,
             )
-    job = _new_job(run, target, "resume" if journal is not None and journal.past.entries else "new")
+    job = Job(run, target, "resume" if journal is not None and journal.past.entries else "new")
     job.journal, job.folders = journal, folders
     return job
 

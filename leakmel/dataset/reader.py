@@ -378,9 +378,8 @@ def _load(path: Path) -> dict[str, Any]:
     "Read the JSON object of a spec file of any schema version; raises DataError if the file cannot be read, SpecError for other content."
     remedy = "give a spec file, which explore.ipynb writes, or a leakmel data set"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise DataError("the path is not a regular file", code="not-a-file", path=path)
             data = file.read(MOST_BYTES + 1)
     except FileNotFoundError as e:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,7 @@ def engine_identity(
     return f"{name}@{version}/{kind}" + (f"-{processor}" if processor else "")
 
 
-class Engine(AbstractContextManager["Engine"]):
+class Engine(AbstractContextManager[Any]):
     "Base class: computes log-mel features of batches of recordings."
 
     name = "engine"

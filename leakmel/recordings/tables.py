@@ -134,9 +134,8 @@ MAX_TABLE_BYTES = 1 << 30
 def read_table_bytes(file: Path) -> bytes:  # raises DataError
     "Read a file of text; refuse special files (a named pipe would block) and very large ones."
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, "rb") as f:
-            st = os.fstat(fd)
+        with open(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as f:
+            st = os.fstat(f.fileno())
             if not stat.S_ISREG(st.st_mode) or st.st_size > MAX_TABLE_BYTES:
                 raise DataError(
                     "the table is not a regular file, or is too large",
