@@ -22,6 +22,7 @@ from errors import raises
 from independent import check, leftovers
 
 import leakmel as lm
+from leakmel.core import files
 from leakmel.core.errors import DataError, OutputError, SpaceError, VerifyError
 from leakmel.core.files import read_own_json
 from leakmel.dataset import existing, loader, writer
@@ -532,14 +533,14 @@ def test_build_succeeds_without_space_for_the_state_file(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = tmp_path / "out" / "x.h5"
-    real = Path.write_bytes
+    real = files.write_all
 
-    def full(self: Path, content: bytes) -> int:
-        if ".state" in self.name:
+    def full(fd: int, content: bytes) -> None:
+        if ".state" in os.readlink(f"/proc/self/fd/{fd}"):
             raise OSError(28, "No space left on device")
-        return real(self, content)
+        real(fd, content)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(files, "write_all", full)
     assert build(data, target).rows == 30
     assert "the next build reads all recordings again" in caplog.text
     assert leftovers(target.parent, *BESIDE) == []

@@ -18,6 +18,7 @@ from errors import raises
 
 import leakmel as lm
 from leakmel.cli import main
+from leakmel.core import files
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, SpaceError
 from leakmel.detector.data.segments import make_task
 from leakmel.detector.model.card import EvaluationRecord
@@ -161,7 +162,7 @@ def test_card_replaces_cards_only(model: Path, tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as m:
-        m.setattr(Path, "write_text", disk_full)
+        m.setattr(files, "write_all", disk_full)
         with pytest.raises(SpaceError):
             lm.card(model, out=tmp_path, license="MIT", progress="none")
     assert "MIT" not in (tmp_path / "model_card.md").read_text()

@@ -15,6 +15,7 @@ from each import each
 
 import leakmel as lm
 from leakmel.core.errors import UsageError
+from leakmel.core.operation import Run, make
 from leakmel.core.timeline import (
     BOTTLENECK_SHARE,
     MAX_SUGGESTIONS,
@@ -42,6 +43,7 @@ from leakmel.dataset.loader import BatchReader
 from leakmel.dataset.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.torch_engine import TorchChain
+from leakmel.operations.data import Build
 from leakmel.recordings import conform
 
 GPU: dict[str, Any] = {
@@ -696,7 +698,7 @@ def test_a_short_analysis_without_a_suggestion_or_without_time():
 
 def test_an_unknown_analysis_is_an_error():
     with pytest.raises(UsageError) as caught:
-        analysis_text(disk_bound(), analysis="much")
+        make(Build, {"analysis": "much"}).plan(Run(keeps=True))
     assert caught.value.code == "out-of-range"
 
 
