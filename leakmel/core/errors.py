@@ -12,14 +12,14 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Collection, Iterable
 from importlib import import_module
 from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from leakmel.core.comparison import text_key
 from leakmel.core.error_codes import ERROR_CODES, RECORDING
 
 log = logging.getLogger("leakmel")  # of all modules
@@ -63,6 +63,50 @@ def noun_of(column: str) -> str:
 def how_many(n: float, what: str) -> str:
     "Format a number with its noun, in the singular: 1 recording, 2 recordings, 2 values of Ort."
     return f"{n:,} {what if n == 1 else plural(what)}"
+
+# %% ../../nbs/core/errors.ipynb #ck440005
+# characters that are not displayed (Default_Ignorable_Code_Point) and have another category than Cf
+_IGNORED = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2060-\u206f\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]"
+)
+_BRAILLE_BLANK = "\u2800"
+# what `show_path`, and so the class names of a data set, have in place of a character that cannot be printed
+_ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f]{4}|[tnr])")
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    "Return the character of an escape, or the escape where that character can be printed."
+    c = found[0].encode("ascii").decode("unicode_escape")
+    return found[0] if c.isprintable() else c
+
+
+def text_key(
+    text: str,  # a label, a sensor, or a path
+) -> str:
+    "Return a text as a reader sees it, to compare it with another one."
+    if "\\" in text:
+        text = _ESCAPED.sub(_unescaped, text)
+    if not (text.isascii() and text.isprintable()):
+        shown = _IGNORED.sub("", text.replace(_BRAILLE_BLANK, " "))
+        shown = "".join(c for c in shown if c.isspace() or unicodedata.category(c) not in ("Cc", "Cf"))
+        text = unicodedata.normalize("NFC", shown)
+    return "/".join(" ".join(part.split()) for part in text.split("/"))
+
+# %% ../../nbs/core/errors.ipynb #ck440007
+def match_texts(
+    wanted: Collection[str], known: Iterable[str]
+) -> dict[str, str]:  # wanted -> known; without those that no known text, or more than one, can be
+    "Find the known text that each wanted one means: an equal one, or the only other one with its key."
+    names = set(known)
+    found = {text: text for text in wanted if text in names}
+    if len(found) < len(set(wanted)):
+        by_key: dict[str, list[str]] = {}
+        for name in names - found.keys():
+            by_key.setdefault(text_key(name), []).append(name)
+        for text in set(wanted) - found.keys():
+            if len(same := by_key.get(text_key(text), [])) == 1:
+                found[text] = same[0]
+    return found
 
 # %% ../../nbs/core/errors.ipynb #a9fa65d7
 class LeakmelError(Exception):

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from leakmel.core import errors
-from leakmel.core.comparison import text_column, text_key
 from leakmel.core.operation import free_name
 from leakmel.core.store import Folder
 from leakmel.mel.spec import PRESET_RATE, MelSpec, preset_values
@@ -37,7 +36,7 @@ from leakmel.recordings.manifest import (
 )
 from leakmel.recordings.naming import split_name
 from leakmel.recordings.problems import tied_values
-from leakmel.recordings.tables import require_same_table
+from leakmel.recordings.tables import require_same_table, text_column
 from leakmel.recordings.wav import OutOfMemory, open_regular, parse_header, read_error
 
 if TYPE_CHECKING:
@@ -553,7 +552,9 @@ def propose_build(
     table = manifest.table
     # columns of a table may name groups if their values repeat
     extra = [c for c in table.columns if c.startswith("extra/") and 2 * table[c].nunique() <= len(table)]
-    counts = {x: len({*map(text_key, {*table[x]})} - {""}) for x in ("sensor", "session", "folder", *extra)}
+    counts = {
+        x: len({*map(errors.text_key, {*table[x]})} - {""}) for x in ("sensor", "session", "folder", *extra)
+    }
     groups = {name.removeprefix("extra/"): n for name, n in counts.items() if n > 1}
     cautions = [*_single_label_groups(manifest, groups)]
     alternatives = list[str]()
@@ -585,7 +586,9 @@ def _single_label_groups(manifest: Manifest, groups: dict[str, int]) -> Iterator
         if (
             by != "folder"
             and len(manifest.label_names) > 1
-            and (table.groupby(text_column(map(text_key, table[column])))["label"].nunique() == 1).all()
+            and (
+                table.groupby(text_column(map(errors.text_key, table[column])))["label"].nunique() == 1
+            ).all()
         ):
             yield (
                 f"each of the {errors.how_many(n, errors.noun_of(by))} has recordings of one label only, so a detector can learn the {by} "

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from leakmel.core.comparison import text_column, text_key
 from leakmel.core.errors import (
     DataError,
     LeakmelError,
@@ -31,12 +30,14 @@ from leakmel.core.errors import (
     how_many,
     missing_remedy,
     show_path,
+    text_key,
 )
 from leakmel.core.files import read_at, write_whole
 from leakmel.core.parameters import answer_unknown, check_types, field_choices, field_kinds
 from leakmel.dataset import schema
 from leakmel.mel.spec import MelSpec, preset_values
 from leakmel.recordings.labels import CurrentLabels, Relabelled, relabel
+from leakmel.recordings.tables import text_column
 
 if TYPE_CHECKING:
     import pandas as pd

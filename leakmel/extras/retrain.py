@@ -20,8 +20,7 @@ import numpy as np
 import pandas as pd
 
 from leakmel import __version__
-from leakmel.core.comparison import match_texts
-from leakmel.core.errors import DataError, UsageError, how_many, require_choice, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, match_texts, require_choice, show_path
 from leakmel.core.files import read_own_json, sealed_json, write_whole
 from leakmel.core.operation import RowTable, user_path
 from leakmel.core.progress import Progress, announce

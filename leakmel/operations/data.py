@@ -17,7 +17,6 @@ from shlex import join, quote
 from typing import TYPE_CHECKING, Any, Literal
 
 import leakmel as lm
-from leakmel.core.comparison import likely_leaks
 from leakmel.core.errors import LeakmelError, UsageError, how_many, require_choice, show_path
 from leakmel.core.operation import (
     Operation,
@@ -489,6 +488,7 @@ class Build(WithFeatures):
         if self.report:
             import plotly  # noqa: F401  # a missing package is an error now, not after the build
         from leakmel.recordings.manifest import with_guess
+        from leakmel.recordings.naming import likely_leaks
 
         root: Any = self.data_root
         given, *notes = self._given(root, run)

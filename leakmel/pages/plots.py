@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from leakmel.core.comparison import likely_leaks
 from leakmel.core.errors import DataError, how_many, show_path
 from leakmel.core.timeline import (
     STAGES,
@@ -29,6 +28,7 @@ from leakmel.core.timeline import (
     percent_text,
     spans_of,
 )
+from leakmel.recordings.naming import likely_leaks
 from leakmel.recordings.problems import label_auc
 
 if TYPE_CHECKING:

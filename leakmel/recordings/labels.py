@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from leakmel.core import comparison, files
-from leakmel.core.errors import DataError, UsageError, how_many, log, show_path
+from leakmel.core import files
+from leakmel.core.errors import DataError, UsageError, how_many, log, match_texts, show_path, text_key
 from leakmel.recordings import naming, problems
 from leakmel.recordings.listing import (
     Listing,
@@ -260,7 +260,7 @@ class CurrentLabels:
 
 def _folded(label: str) -> str:
     "Return a label without differences that readers do not see."
-    return comparison.text_key(label).casefold()
+    return text_key(label).casefold()
 
 
 def _last_of_each(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
@@ -337,9 +337,7 @@ def check_paths(
     "Check that paths identify recordings, and warn of paths in a handwritten table that no recording has."
     counts = collections.Counter(paths)
     named = {d.path for last in current.last.values() for d in last if d.label and not d.digest}
-    if several := sorted(
-        path for path in {*comparison.match_texts(named, counts).values()} if counts[path] > 1
-    ):
+    if several := sorted(path for path in {*match_texts(named, counts).values()} if counts[path] > 1):
         raise DataError(
             "several recordings have the same path",
             code="ambiguous-recording",
@@ -347,9 +345,7 @@ def check_paths(
             found=show_path(several[0]),
             remedy="give the digest of the recording too (labels.csv), or use the splits or data sets separately",
         )
-    if current.exact_paths and (
-        unknown := sorted(current.last.keys() - comparison.match_texts(current.last, counts))
-    ):
+    if current.exact_paths and (unknown := sorted(current.last.keys() - match_texts(current.last, counts))):
         log.warning(
             "%s paths in the table of labels were not found, first %s",
             f"{len(unknown):,} of {len(current.last):,}",
@@ -368,7 +364,7 @@ def relabel(
     met = set[str]()
     named = {d.path for last in current.last.values() for d in last if not d.digest}
     by_path: dict[str, tuple[Decision, ...]] = {}
-    for name, path in sorted(comparison.match_texts(named, paths).items()):
+    for name, path in sorted(match_texts(named, paths).items()):
         by_path[path] = (*by_path.get(path, ()), *current.last[name])
     for i, (path, digest) in enumerate(zip(paths, digests, strict=True)):
         opinions = (*(current.last.get(digest, ()) if digest else ()), *by_path.get(path, ()))
@@ -441,7 +437,7 @@ def _in_table(file: Path, folder: Path) -> tuple[str, Path, str]:
     texts = dict(zip(table.names, itertools.zip_longest(*rows, fillvalue=""), strict=False))
     kind = "labels" if {"by", "when"} <= {*names} else "table"
     # a label repeats, a comment does not
-    leaks = (n for n, x in texts.items() if len({*x}) <= max(4, len(x) // 4) and comparison.likely_leaks(x))
+    leaks = (n for n, x in texts.items() if len({*x}) <= max(4, len(x) // 4) and naming.likely_leaks(x))
     label = names.get("label") or next(leaks, None)
     # predictions, evaluations, suggestions and retraining rounds have scores
     if label is None or {"score", "predicted"} & {*names}:
@@ -650,14 +646,14 @@ def _by_stem(folder: Path) -> dict[str, list[str]]:
     "Return the paths of the recordings below a folder by the name without its extension."
     found: dict[str, list[str]] = {}
     for path in map(os.fsdecode, found_below(existing_folder(folder), folder)[0].paths):
-        found.setdefault(comparison.text_key(os.path.splitext(os.path.basename(path))[0]), []).append(path)
+        found.setdefault(text_key(os.path.splitext(os.path.basename(path))[0]), []).append(path)
     return found
 
 
 def _recording_of(track: Path, root: Path, by_stem: dict[str, list[str]], *, is_needed: bool) -> str | None:
     "Return the recording of a track: the one next to it, or the only one of its name. Raises DataError."
     stem = re.sub(r"(\.table\.[0-9]+)?(\.selections)?\.txt$", "", track.name, flags=re.IGNORECASE)
-    found = by_stem.get(comparison.text_key(stem), [])
+    found = by_stem.get(text_key(stem), [])
     if len(found := [path for path in found if (root / path).parent == track.parent] or found) > 1:
         raise DataError(
             "several recordings have the name of the track",
@@ -731,7 +727,7 @@ def import_tracks(
     "Append a decision to labels.csv for each track."
     into = Path(os.path.abspath(into))
     current = current_labels(read_decisions(into) if os.path.lexists(into) else [])
-    if not comparison.match_texts([leak_label], classes):
+    if not match_texts([leak_label], classes):
         raise UsageError(
             "the leak label is not one of the classes",
             code="unknown-label",

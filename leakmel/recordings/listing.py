@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.core.comparison import text_column
 from leakmel.core.errors import (
     DataError,
     LeakmelError,
@@ -43,6 +42,7 @@ from leakmel.core.store import Folder, StorePath, list_objects, names_in
 from leakmel.recordings import conform, wav
 from leakmel.recordings.naming import SPLITS, NameParts, Naming, columns_of_names, split_name
 from leakmel.recordings.problems import FACTS, Columns, Problem, read_facts, show_place
+from leakmel.recordings.tables import text_column
 
 # %% ../../nbs/recordings/listing.ipynb #9be0afab
 def is_recording_name(name: bytes) -> bool:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core import comparison, parameters
 from leakmel.core import files as own_files
-from leakmel.core.errors import DataError, UsageError, how_many, show_path
+from leakmel.core import parameters
+from leakmel.core.errors import DataError, UsageError, how_many, show_path, text_key
 from leakmel.core.progress import Progress
 from leakmel.core.store import Folder, StorePath, names_in
 from leakmel.recordings import listing as files
@@ -38,6 +38,7 @@ from leakmel.recordings.naming import (
     PatternPreview,
     fill_parts,
     guess_pattern,
+    likely_leaks,
     pattern_fields,
     pattern_naming,
     preview_names,
@@ -53,6 +54,7 @@ from leakmel.recordings.tables import (
     paths_below_root,
     read_table,
     table_columns,
+    text_column,
 )
 
 if TYPE_CHECKING:
@@ -223,15 +225,13 @@ class Manifest:
         for x in self.listings:
             facts = {
                 "split": x.split,
-                "path": comparison.text_column(os.fsdecode(p) for p in x.paths),
-                "label": comparison.text_column(names[x.label_ids + 1]),
+                "path": text_column(os.fsdecode(p) for p in x.paths),
+                "label": text_column(names[x.label_ids + 1]),
                 "size": x.sizes,
                 "mtime": pd.to_datetime(x.mtimes_ns),
             }
             known = x.name_columns(*NameParts._fields) | {f"extra/{n}": texts for n, texts in x.extra.items()}
-            texts = {
-                n: values if n == "gain" else comparison.text_column(values) for n, values in known.items()
-            }
+            texts = {n: values if n == "gain" else text_column(values) for n, values in known.items()}
             frames.append(pd.DataFrame(facts | texts))
         table = pd.concat(frames, ignore_index=True)
         return (
@@ -296,7 +296,7 @@ class Manifest:
             )
         known = _with_keys(self.table, by)
         labels = pd.crosstab(known[by], known["label"]).reindex(
-            columns=pd.Index(comparison.text_column(self.label_names)), fill_value=0
+            columns=pd.Index(text_column(self.label_names)), fill_value=0
         )
         columns: list[Any] = [
             known.groupby(by).size().rename("recordings"),
@@ -330,7 +330,7 @@ class Manifest:
 # %% ../../nbs/recordings/manifest.ipynb #7ffa0920
 def _with_keys(table: "pd.DataFrame", by: str) -> "pd.DataFrame":
     "Return the rows whose group is known; groups that look the same are one."
-    keys = table.assign(**{by: comparison.text_column(map(comparison.text_key, table[by]))})
+    keys = table.assign(**{by: text_column(map(text_key, table[by]))})
     return keys[keys[by] != ""]
 
 
@@ -384,11 +384,11 @@ def with_guess(manifest: Manifest) -> tuple[Manifest, str]:
 
 def deeper_labels(manifest: Manifest) -> list[str]:
     "Return the names of the second folders of all paths, where these name leaks and the first folders, which are the labels, do not."
-    if not manifest.naming.labels_by_folder or comparison.likely_leaks(map(show_path, manifest.label_names)):
+    if not manifest.naming.labels_by_folder or likely_leaks(map(show_path, manifest.label_names)):
         return []
     paths = [path.split(b"/") for x in manifest.listings for path in x.paths]
     names = sorted({show_path(path[1]) for path in paths if len(path) > 2})
-    return names if comparison.likely_leaks(names) and min(map(len, paths)) > 2 else []
+    return names if likely_leaks(names) and min(map(len, paths)) > 2 else []
 
 
 def predict_command(manifest: Manifest) -> str:

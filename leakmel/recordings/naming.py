@@ -15,15 +15,15 @@ import math
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import strings
 
-from leakmel.core import comparison, parameters
-from leakmel.core.errors import DataError, UsageError, how_many, show_path
+from leakmel.core import parameters
+from leakmel.core.errors import DataError, UsageError, how_many, show_path, text_key
 from leakmel.recordings.problems import show_place
 
 # %% ../../nbs/recordings/naming.ipynb #9acc1d22
@@ -34,7 +34,7 @@ _SPLIT = re.compile(r"(?:dataset[_ -])?(?:(train|training)|(val|valid|validation
 @functools.lru_cache(4096)
 def split_name(folder: str) -> str | None:
     "The split that the name of a folder, or what a user typed, stands for; None if it names none."
-    found = _SPLIT.fullmatch(comparison.text_key(folder).casefold())
+    found = _SPLIT.fullmatch(text_key(folder).casefold())
     return SPLITS[(found.lastindex or 0) - 1] if found else None
 
 # %% ../../nbs/recordings/naming.ipynb #07094184
@@ -617,3 +617,20 @@ def preview_names(
         {f: len(c) for f, c in counts.items()},
         tuple(misses[:: -(-len(misses) // _MAX_SHOWN) or 1]),
     )
+
+# %% ../../nbs/recordings/naming.ipynb #c0a1b2d3
+_LEAK = re.compile(
+    "leak(s|y|ing|age)?|leck(s|age)?|lek(ken|kage)?|fuites?|fugas?|perdit[ae]|vazamentos?|bursts?"
+)
+_NO = (
+    "no non not none without free false negative zero repaired fixed former old test kein keine ohne nicht frei behoben repariert "
+    "sans pas aucune sin ningun senza nessuna sem não geen 0"
+)
+
+
+def likely_leaks(labels: Iterable[str]) -> list[str]:
+    "Return the labels that name leaks by a word of their own and do not negate it (English, German, Dutch, French, Spanish, Italian, Portuguese)."
+    words = {label: {*re.findall(r"[^\W\d_]+|\d+", text_key(label).casefold())} for label in labels}
+    return [
+        label for label, own in words.items() if any(map(_LEAK.fullmatch, own)) and not own & {*_NO.split()}
+    ]

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.core.comparison import text_key
-from leakmel.core.errors import how_many, show_path
+from leakmel.core.errors import how_many, show_path, text_key
 from leakmel.recordings import conform
 from leakmel.recordings.wav import OutOfMemory, read_wav
 

@@ -15,13 +15,21 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from leakmel.core.comparison import match_texts, text_key
-from leakmel.core.errors import DataError, UsageError, explain, how_many, log, show_path
+from leakmel.core.errors import (
+    DataError,
+    UsageError,
+    explain,
+    how_many,
+    log,
+    match_texts,
+    show_path,
+    text_key,
+)
 from leakmel.recordings.naming import (
     TIME_FORMS,
     NameParts,
@@ -446,3 +454,18 @@ def missing_files(
             show_path(path),
             f"the table names this file, but the data folder does not contain it; {hint}",
         )
+
+# %% ../../nbs/recordings/tables.ipynb #0c751895
+def text_column(
+    values: Iterable[str],  # may hold surrogates
+) -> Any:  # array of pandas; an object array with pandas before 3
+    "Make a text column for a table of pandas."
+    import numpy as np
+    import pandas as pd
+
+    texts = np.fromiter(values, object)
+    return (
+        texts
+        if int(pd.__version__.partition(".")[0]) < 3
+        else pd.array(texts, dtype=pd.StringDtype("python", na_value=np.nan))
+    )

@@ -8,8 +8,8 @@ from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leakmel.core.comparison import likely_leaks, match_texts, text_key
-from leakmel.core.errors import show_path
+from leakmel.core.errors import match_texts, show_path, text_key
+from leakmel.recordings.naming import likely_leaks
 
 quick = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 

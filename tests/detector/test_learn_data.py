@@ -24,7 +24,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import leakmel as lm
-from leakmel.core.comparison import likely_leaks
 from leakmel.core.errors import DataError, LeakmelError, UsageError, VerifyError
 from leakmel.core.progress import Progress
 from leakmel.dataset.reader import MelDataset, read_rows
@@ -45,6 +44,7 @@ from leakmel.detector.data.splits import recordings_table
 from leakmel.detector.model.settings import TrainSettings
 from leakmel.detector.model.spectral import baseline_features
 from leakmel.detector.train.state import open_training
+from leakmel.recordings.naming import likely_leaks
 
 SHAPE = (4, 2, 16, 1)  # L, S, M, T
 quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)

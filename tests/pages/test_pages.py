@@ -14,7 +14,6 @@ import pytest
 from errors import raises
 
 from leakmel.cli import main
-from leakmel.core.comparison import text_column
 from leakmel.core.errors import DataError, OutputError
 from leakmel.pages.page_figures import (
     PLOTLY,
@@ -26,6 +25,7 @@ from leakmel.pages.page_figures import (
     write_report,
 )
 from leakmel.recordings.demo import write_demo
+from leakmel.recordings.tables import text_column
 
 v4 = nbformat.v4
 BARS = {"data": [{"type": "bar", "y": [1, 2]}], "layout": {"title": {"text": "two bars"}}}

@@ -14,8 +14,7 @@ from spreadsheets import NAMED, Dialect, as_saved, dialects
 
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.core.comparison import text_key
-from leakmel.core.errors import DataError
+from leakmel.core.errors import DataError, text_key
 from leakmel.extras.nightly.nights import last_visits, read_all_visits
 from leakmel.extras.nightly.run import place_of
 from leakmel.extras.review.review import read_score_table

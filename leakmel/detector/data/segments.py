@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from leakmel.core.comparison import likely_leaks, text_key
-from leakmel.core.errors import DataError, RecordingError, UsageError, how_many, show_path
+from leakmel.core.errors import DataError, RecordingError, UsageError, how_many, show_path, text_key
 from leakmel.core.monitor import free_memory
 from leakmel.core.progress import Progress, size_text
 from leakmel.dataset.reader import MelDataset, open_dataset, read_rows
@@ -31,6 +30,7 @@ from leakmel.dataset.writer import map_in_order
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings.conform import conform, piece_count, resampled_length
 from leakmel.recordings.labels import CurrentLabels, LabelTable, check_paths, read_labels
+from leakmel.recordings.naming import likely_leaks
 from leakmel.recordings.wav import Recording
 
 # %% ../../../nbs/detector/data/segments.ipynb #4e57df5c

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core.comparison import text_key
-from leakmel.core.errors import DataError, UsageError, how_many, noun_of, require_choice, show_path
+from leakmel.core.errors import DataError, UsageError, how_many, noun_of, require_choice, show_path, text_key
 from leakmel.dataset.reader import MelDataset
 from leakmel.detector.data.segments import LEFT_OUT, DataSource, Segments, Task, open_parts, row_blocks
 from leakmel.recordings.labels import LabelTable

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from leakmel.core.comparison import text_column
 from leakmel.core.errors import (
     DataError,
     OutputError,
@@ -62,6 +61,7 @@ from leakmel.detector.train.state import Sources, row_digests, too_short, traili
 from leakmel.mel.spec import MelSpec
 from leakmel.pages.page_figures import Section, write_report
 from leakmel.recordings.labels import LabelTable, counts_text, joint_counts
+from leakmel.recordings.tables import text_column
 from leakmel.recordings.wav import digest_of
 
 if TYPE_CHECKING:

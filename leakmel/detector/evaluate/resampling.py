@@ -21,7 +21,6 @@ import numpy as np
 import pandas as pd
 
 from leakmel.core.cluster import Cluster
-from leakmel.core.comparison import text_column
 from leakmel.core.errors import DataError, UsageError, how_many, require_count, show_path
 from leakmel.core.files import write_whole
 from leakmel.core.operation import RowTable, user_path, write_summary
@@ -47,6 +46,7 @@ from leakmel.detector.train.state import Sources, TrainingData, open_training
 from leakmel.pages.page_figures import Section, write_report
 from leakmel.pages.plots import plain_text
 from leakmel.recordings.labels import LabelTable, counts_text
+from leakmel.recordings.tables import text_column
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

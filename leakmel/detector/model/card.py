@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core.comparison import text_key
-from leakmel.core.errors import UsageError, how_many, noun_of, plural, show_path
+from leakmel.core.errors import UsageError, how_many, noun_of, plural, show_path, text_key
 from leakmel.core.parameters import check_types, field_kinds
 from leakmel.detector.data.segments import Segments, row_blocks
 from leakmel.detector.data.splits import LEAKY_SPLIT, names_by_sensor, recordings_table

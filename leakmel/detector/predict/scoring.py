@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from leakmel.core.comparison import likely_leaks
 from leakmel.core.errors import (
     DataError,
     EngineError,
@@ -56,6 +55,7 @@ from leakmel.recordings.naming import (
     NameParts,
     Naming,
     guess_pattern,
+    likely_leaks,
     parse_name,
     pattern_naming,
     sensor_pattern,

@@ -29,8 +29,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from leakmel.core.comparison import text_key
-from leakmel.core.errors import DataError, RecordingError, SpecError, UsageError, how_many, show_path
+from leakmel.core.errors import (
+    DataError,
+    RecordingError,
+    SpecError,
+    UsageError,
+    how_many,
+    show_path,
+    text_key,
+)
 from leakmel.core.files import OutputLock, write_whole
 from leakmel.core.progress import Progress
 from leakmel.core.store import Folder

@@ -28,7 +28,6 @@ import numpy as np
 import pandas as pd
 
 import leakmel
-from leakmel.core.comparison import text_key
 from leakmel.core.errors import (
     DataError,
     OutputError,
@@ -38,6 +37,7 @@ from leakmel.core.errors import (
     require_choice,
     require_count,
     show_path,
+    text_key,
 )
 from leakmel.core.files import replacing
 from leakmel.core.parameters import answer_unknown

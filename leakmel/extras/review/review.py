@@ -23,7 +23,6 @@ import pandas as pd
 from markupsafe import Markup
 
 import leakmel
-from leakmel.core.comparison import match_texts, text_key
 from leakmel.core.errors import (
     DataError,
     LeakmelError,
@@ -31,9 +30,11 @@ from leakmel.core.errors import (
     UsageError,
     how_many,
     install_command,
+    match_texts,
     require_choice,
     require_count,
     show_path,
+    text_key,
 )
 from leakmel.core.files import write_errors
 from leakmel.core.operation import run_folder, user_path

@@ -18,8 +18,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from leakmel.core.comparison import match_texts, text_key
-from leakmel.core.errors import DataError, OutputError, UsageError, how_many, require_count, show_path
+from leakmel.core.errors import (
+    DataError,
+    OutputError,
+    UsageError,
+    how_many,
+    match_texts,
+    require_count,
+    show_path,
+    text_key,
+)
 from leakmel.core.files import write_whole
 from leakmel.detector.model.detector import Detector, required_spec
 from leakmel.detector.predict.predict import (
