@@ -3892,7 +3892,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'leakmel.mel.engines.Engine': ('mel/engines.html#engine', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines.Engine.__exit__': ('mel/engines.html#engine.__exit__', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines.Engine.__init__': ('mel/engines.html#engine.__init__', 'leakmel/mel/engines.py'),
-                                     'leakmel.mel.engines.Engine.__repr__': ('mel/engines.html#engine.__repr__', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines.Engine.close': ('mel/engines.html#engine.close', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines.Engine.host_array': ( 'mel/engines.html#engine.host_array',
                                                                                 'leakmel/mel/engines.py'),

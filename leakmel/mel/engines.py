@@ -148,9 +148,6 @@ class Engine(AbstractContextManager[Any]):
     def __exit__(self, *exc):
         self.close()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.identity}, {self.spec!r})"
-
 # %% ../../nbs/mel/engines.ipynb #4ef19759
 class ReferenceEngine(Engine):
     "Float64 reference with the engine interface."

@@ -21,14 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leakmel.core import files as own_files
-from leakmel.core import parameters
+from leakmel.core import files, parameters
 from leakmel.core.errors import DataError, UsageError, how_many, show_path, text_key
 from leakmel.core.progress import Progress
 from leakmel.core.store import Folder, StorePath, names_in
-from leakmel.recordings import listing as files
-from leakmel.recordings import problems as checks
-from leakmel.recordings import wav
+from leakmel.recordings import listing, problems, wav
 from leakmel.recordings.listing import FileEntry, FoundFiles, Listing, found_below, make_listing
 from leakmel.recordings.naming import (
     SPLITS,
@@ -84,7 +81,7 @@ def _listing_of(k: int, head: Any, root: Path, n_labels: int, arrays: Mapping[st
     if (
         {*map(len, (*columns.values(), *texts, paths if parts is None else parts))} != {len(paths)}
         or not all(isinstance(text, str) for each in texts for text in each)
-        or not files.DRY <= ids.min(initial=0) <= ids.max(initial=-1) < n_labels
+        or not listing.DRY <= ids.min(initial=0) <= ids.max(initial=-1) < n_labels
         or folder not in (root, root / folder.name)
         or folder.name == ".."
     ):
@@ -163,15 +160,15 @@ class Manifest:
         arrays |= {f"{k}/{c}": getattr(x, c) for k, x in enumerate(self.listings) for c in _COLUMNS}
         with io.BytesIO() as content:
             np.savez(content, allow_pickle=False, **arrays)
-            return own_files.write_whole(
-                Path(os.path.abspath(file)), own_files.sealed(content.getvalue()), sync=False
+            return files.write_whole(
+                Path(os.path.abspath(file)), files.sealed(content.getvalue()), sync=False
             )
 
     @staticmethod
     def load(file: str | os.PathLike) -> "Manifest":
         "Read a manifest that was stored by `save`; the folder is not listed again. Raises DataError."
         try:
-            with np.load(io.BytesIO(own_files.read_own(file)), allow_pickle=False) as stored:
+            with np.load(io.BytesIO(files.read_own(file)), allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
             head = json.loads(arrays["head"].tobytes())
             if head["format"] != _FORMAT:
@@ -250,19 +247,19 @@ class Manifest:
         reason = {"reason": NO_LABEL_IN_TABLE} if self.naming.source == "table" else {}
         found = list(self.notes)
         for x in self.listings:
-            seen = checks.name_problems(x.show, x.label_ids, x.name_columns("gain")["gain"], **reason)
+            seen = problems.name_problems(x.show, x.label_ids, x.name_columns("gain")["gain"], **reason)
             found += [p for p in seen if p.kind != "no_label" or p.path not in misfits]
-        found += checks.label_problems(
+        found += problems.label_problems(
             self.label_names, [(x.place or x.split, x.label_ids) for x in self.listings]
         )
         for column in (*GROUP_FIELDS, *(name for name in map(str, self.table) if name.startswith("extra/"))):
             is_group = column in GROUP_FIELDS
             what = f"{column}s" if is_group else f"values of {show_path(column.removeprefix('extra/'))}"
-            twins = checks.twin_problems(self.table[column].dropna().unique(), what)
+            twins = problems.twin_problems(self.table[column].dropna().unique(), what)
             found += [p for p in twins if is_group or p.kind == "look_alikes"]
         if self.content is not None:
-            found += checks.content_problems(
-                files.content_columns(self.listings, self.label_names, self.table)
+            found += problems.content_problems(
+                listing.content_columns(self.listings, self.label_names, self.table)
             )
         return pd.DataFrame([(p.kind, p.path, p.message) for p in found], columns=["kind", "path", "message"])
 
@@ -493,12 +490,12 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFil
     folders, others = names_in(root) if isinstance(root, StorePath) else ([], os.listdir(root))
     for name in sorted({*folders, *others} - {folder.name for folder in splits.values()}):
         is_folder = name in folders if is_url else (root / name).is_dir()
-        if files.is_system_folder(name):
+        if listing.is_system_folder(name):
             if is_url and is_folder:
                 found.passed_over[os.fsencode(name)] += len(found_below(root, root / name)[0])
             elif is_folder and not (root / name).is_symlink():
                 found.pass_over(os.fsencode(root / name), os.fsencode(root))
-        elif is_folder or files.is_recording_name(os.fsencode(name)):
+        elif is_folder or listing.is_recording_name(os.fsencode(name)):
             what = "folder" if is_folder else "recording"
             yield Problem(
                 "not_a_split", show_path(name), f"the {what} lies outside the split folders and is not read"
@@ -506,7 +503,7 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFil
 
 
 def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
-    splits = files.split_folders(root)
+    splits = listing.split_folders(root)
     targets = {
         name: splits[name] for name in _wanted_splits(split, splits, root, "data folder has no folder for")
     } or {"": root}
@@ -527,7 +524,7 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
             os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None for path in paths
         ]
     label_names = (
-        files.label_map(list(splits.values()) or [root], root)
+        listing.label_map(list(splits.values()) or [root], root)
         if naming.labels_by_folder
         else _sorted_labels(label for each in labels.values() for label in each)
     )
@@ -535,7 +532,7 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
         make_listing(name, folder, found[name], labels[name], label_names, naming)
         for name, folder in targets.items()
     )
-    notes += files.passed_over_note([beside, *(found[name] for name in targets)])
+    notes += listing.passed_over_note([beside, *(found[name] for name in targets)])
     for x in listings:
         if not len(x):
             message = f"no .wav or .wave file was found below {show_path(x.folder)}: check the path, and whether the disk is mounted"
@@ -546,7 +543,7 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
 # %% ../../nbs/recordings/manifest.ipynb #0cbe199f
 def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
     found, notes = found_below(root, root, on_found)
-    notes += files.passed_over_note([found])
+    notes += listing.passed_over_note([found])
     parsed = list(map(naming.read, found.paths))
     present = {x.split for x in parsed if x.split}
     if not present:
@@ -561,7 +558,9 @@ def _by_names(root: Path, split: str | None, naming: Naming, on_found: Callable[
             remedy="compare the pattern with the file names part by part",
         )
     labels = (
-        files.label_map([root], root) if naming.labels_by_folder else _sorted_labels(x.label for x in parsed)
+        listing.label_map([root], root)
+        if naming.labels_by_folder
+        else _sorted_labels(x.label for x in parsed)
     )
     listings = []
     for name in _wanted_splits(split, present, root, "pattern finds no recording of"):
@@ -605,7 +604,7 @@ def _by_table(
         listings.append(
             make_listing(name, root, found, own, labels, naming, [table.parts[i] for i in rows], extra)
         )
-    notes = files.passed_over_note([all_found])
+    notes = listing.passed_over_note([all_found])
     if table.ignored:
         notes.append(
             Problem(
@@ -642,13 +641,13 @@ def _by_table(
 def _stat_inside(root: Path, path: bytes) -> FileEntry:
     whole = os.path.join(os.fsencode(root), path)
     try:
-        if not isinstance(root, StorePath) and files.is_inside(whole, os.path.realpath(os.fsencode(root))):
+        if not isinstance(root, StorePath) and listing.is_inside(whole, os.path.realpath(os.fsencode(root))):
             st = os.stat(whole)
             if stat.S_ISREG(st.st_mode):
                 return path, st.st_size, st.st_mtime_ns
     except OSError as e:
         if e.errno in wav.MACHINE_FAULTS:
-            raise files.list_error(e, whole) from e
+            raise listing.list_error(e, whole) from e
     return path, -1, 0
 
 # %% ../../nbs/recordings/manifest.ipynb #e791af2e
@@ -685,7 +684,7 @@ def scan(
                 remedy="write {*} for it in the pattern, or give only one of table and pattern",
             )
         naming = Naming("table", naming.pattern, "root")
-    root = files.existing_folder(
+    root = listing.existing_folder(
         root, "give the folder that holds TRAINING, VALIDATION and TESTING, or label folders"
     )
     with Progress(None, label=f"listing {show_path(root.name)}", show=progress, after_s=1.0) as count:
@@ -705,7 +704,7 @@ def scan(
     manifest = replace(manifest, seconds=time.perf_counter() - began)
     if not content:
         return manifest
-    found, unread = files.read_content(manifest.listings, progress=progress)
+    found, unread = listing.read_content(manifest.listings, progress=progress)
     return replace(manifest, notes=(*manifest.notes, *unread), content=found)
 
 # %% ../../nbs/recordings/manifest.ipynb #92a3020d
