@@ -29,7 +29,6 @@ from leakmel.mel.engines import Engine, open_engine
 from leakmel.mel.spec import MelSpec, hann_periodic, preset_values
 from leakmel.pages import plots
 from leakmel.pages.page_figures import MAX_PLAYED_S, as_float, filled, playback, player_html
-from leakmel.pages.plots import MAX_POINTS, SILENT_DB, Trace, f32, plain_text
 from leakmel.recordings.manifest import Manifest, scan, split_name
 from leakmel.recordings.wav import read_wav
 
@@ -248,7 +247,7 @@ def sample_range(spec: MelSpec, segments: range) -> tuple[int, int]:
 
 def envelope(
     samples: np.ndarray,  # [n]
-    most: int = MAX_POINTS,
+    most: int = plots.MAX_POINTS,
 ) -> tuple[np.ndarray, np.ndarray]:
     "Return indices and values of the samples, or of minimum and maximum of each block, at most `most`."
     n = len(samples)
@@ -310,12 +309,19 @@ _COLOR_BAR = {
 }
 
 
-def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, **look: Any) -> Trace:
+def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, **look: Any) -> plots.Trace:
     line = {"color": colour, "width": 1}
-    return {"type": "scatter", "name": name, "x": f32(x), "y": f32(y), "mode": "lines", "line": line} | look
+    return {
+        "type": "scatter",
+        "name": name,
+        "x": plots.f32(x),
+        "y": plots.f32(y),
+        "mode": "lines",
+        "line": line,
+    } | look
 
 
-def _wave_traces(samples: np.ndarray, spec: MelSpec, segments: range) -> list[Trace]:
+def _wave_traces(samples: np.ndarray, spec: MelSpec, segments: range) -> list[plots.Trace]:
     "Return traces of the waveform and the segment borders."
     start, stop = sample_range(spec, segments)
     at, values = envelope(as_float(samples[start:stop]))
@@ -363,8 +369,8 @@ def recording_figure(state: Explorer) -> "go.Figure":  # raises LeakmelError if 
     heat = {
         "type": "heatmap",
         "z": plots.whole_db(picture, low, high),
-        "x": f32(times),
-        "y": f32(spec.mel_hz),
+        "x": plots.f32(times),
+        "y": plots.f32(spec.mel_hz),
         "zmin": low,
         "zmax": high,
         "colorscale": "Viridis",
@@ -384,8 +390,8 @@ def recording_figure(state: Explorer) -> "go.Figure":  # raises LeakmelError if 
     _set_axes(fig, spec, segments)
     facts = state.facts
     level = f"{facts['rms_db']:.0f} dB re full scale, loudest at {loudest_hz(samples, spec, starts):,.0f} Hz"
-    title = ", sensor ".join(plain_text(facts[name]) for name in ("label", "sensor") if facts[name])
-    title += f": {level if facts['rms_db'] > SILENT_DB else 'the recording is silent'}"
+    title = ", sensor ".join(plots.plain_text(facts[name]) for name in ("label", "sensor") if facts[name])
+    title += f": {level if facts['rms_db'] > plots.SILENT_DB else 'the recording is silent'}"
     fig = plots.apply_style(fig, title, _subtitle(state, status, len(starts), len(times)), 580)
     return fig.update_layout(margin={"t": fig.layout.margin.t + 8})
 
@@ -398,12 +404,12 @@ def _subtitle(state: Explorer, status: str, n_frames: int, n_columns: int) -> st
     each = -(-n_frames // n_columns)
     noted = dict.fromkeys([*status.split("+"), *state.facts["flag"]])
     parts = [
-        plain_text(state.facts["shown"]),
+        plots.plain_text(state.facts["shown"]),
         f"long segments {s[0]} to {s[-1]} of 0 to {n_long - 1} ({begin_s:.4g} s to {end_s:.4g} s)",
         f"{n_short} short segments in each",
         how_many(n_frames, "frame"),
         f"each column is the maximum of {each} frames" if each > 1 else "",
-        ", ".join(plain_text(word) for word in noted if word != "ok"),
+        ", ".join(plots.plain_text(word) for word in noted if word != "ok"),
     ]
     return "; ".join(filter(None, parts))
 
