@@ -34,10 +34,9 @@ from leakmel.recordings.listing import (
     found_below,
     is_recording_name,
     is_system_folder,
-    read_content,
     split_folders,
 )
-from leakmel.recordings.manifest import Manifest
+from leakmel.recordings.manifest import Manifest, read_content
 from leakmel.recordings.tables import (
     column_name,
     csv_table,

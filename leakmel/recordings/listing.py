@@ -6,10 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/recordings/listing.ipynb #433a12cf
-import concurrent.futures
 import contextlib
 import errno
-import functools
 import heapq
 import itertools
 import os
@@ -21,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,20 +26,16 @@ from leakmel.core.errors import (
     DataError,
     LeakmelError,
     MachineError,
-    RecordingError,
     UsageError,
     explain,
     how_many,
     missing_remedy,
     show_path,
 )
-from leakmel.core.monitor import usable_cores
-from leakmel.core.progress import Progress
 from leakmel.core.store import Folder, StorePath, list_objects, names_in
 from leakmel.recordings import conform, wav
 from leakmel.recordings.naming import SPLITS, NameParts, Naming, columns_of_names, split_name
-from leakmel.recordings.problems import FACTS, Columns, Problem, read_facts, show_place
-from leakmel.recordings.tables import text_column
+from leakmel.recordings.problems import Problem, show_place
 
 # %% ../../nbs/recordings/listing.ipynb #9be0afab
 def is_recording_name(name: bytes) -> bool:
@@ -560,91 +553,3 @@ def require_recordings(found: FoundFiles, root: Path) -> None:
             found="no file that ends in .wav or .wave",
             remedy="check the folder",
         )
-
-# %% ../../nbs/recordings/listing.ipynb #8a8b41ae
-FILES_PER_TASK = 16  # small, so that progress is smooth and Ctrl-C does not wait long
-
-
-def read_content(
-    listings: Sequence[Listing],
-    *,
-    progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
-) -> tuple[Any, list[Problem]]:
-    """Read the facts of all recordings, and a problem for each that cannot become a row; raises MachineError.
-
-    The table has a row per recording in the order of the listings: split, path, code, message and FACTS.
-    """
-    import pandas as pd
-
-    files = [(x, k) for x in listings for k in range(len(x))]
-    facts = np.zeros(len(files), FACTS)
-    code = np.full(len(files), "", object)
-    message = code.copy()
-    guard = wav.ReadFailureGuard()
-
-    def read_block(x: Listing, folder: Folder, start: int, first: int) -> int:
-        numbers = range(first, min(first + FILES_PER_TASK, len(x)))
-        with folder.local([x.paths[k] for k in numbers if x.sizes[k] >= 0]) as local:
-            for k in numbers:
-                try:
-                    if x.sizes[k] < 0:
-                        raise RecordingError("unreadable", "no such file in the data folder")
-                    facts[start + k] = read_facts(local[x.paths[k]])
-                    guard.given()
-                except RecordingError as e:
-                    guard.refused(e, x.full_path(k))
-                    code[start + k] = e.reject_code
-                    message[start + k] = e.message
-        return len(numbers)
-
-    with Progress(len(files), label="reading", show=progress) as bar:
-        for x, end in zip(listings, np.cumsum([len(x) for x in listings]).tolist(), strict=True):
-            with Folder(x.folder) as folder, concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool:
-                # an error cancels the blocks that have not begun
-                for n in pool.map(
-                    functools.partial(read_block, x, folder, end - len(x)), range(0, len(x), FILES_PER_TASK)
-                ):
-                    bar.add(n)
-    table = pd.DataFrame(
-        {
-            "split": [x.split for x, _ in files],
-            "path": text_column(os.fsdecode(x.paths[k]) for x, k in files),
-            "code": code,
-            "message": message,
-        }
-    )
-    kinds: dict[str, Any] = {"i": "Int64", "b": "boolean", "f": "float32"}
-    for name in FACTS.names or ():  # numbers of files that could not be read are missing, texts are empty
-        column = pd.Series(facts[name])
-        if (kind := FACTS[name].kind) == "S":
-            table[name] = column.str.decode("ascii").astype(object)
-        else:
-            table[name] = column.astype(kinds[kind]).mask(code != "")
-    return table, [Problem(code[i], x.show(k), message[i]) for i, (x, k) in enumerate(files) if code[i]]
-
-# %% ../../nbs/recordings/listing.ipynb #33a28c36
-def content_columns(
-    listings: Sequence[Listing],
-    label_names: Sequence[str],  # in id order
-    table: Any,  # pandas.DataFrame, one row per recording in the order of the listings: code, sensor and FACTS
-) -> Columns:
-    "Select the recordings that can become rows, as columns for the checks."
-    label_id = np.concatenate([x.label_ids for x in listings])
-    good = np.flatnonzero((table["code"] == "").to_numpy() & (label_id >= 0))
-    split_id = np.repeat(np.arange(len(listings)), [len(x) for x in listings])[good]
-    paths = [p for x in listings for p in x.paths]
-    facts: dict[str, np.ndarray] = {}
-    for name in ("sensor", *(FACTS.names or ())):
-        values = table[name].iloc[good]
-        is_text = name == "sensor" or FACTS[name].kind == "S"
-        facts[name] = (
-            np.array([os.fsencode(v) for v in values], "S") if is_text else values.to_numpy(FACTS[name])
-        )
-    return Columns(
-        tuple(x.place for x in listings),
-        tuple(label_names),
-        split_id,
-        label_id[good].astype(np.int64),
-        [paths[i] for i in good],
-        **facts,
-    )

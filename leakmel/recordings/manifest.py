@@ -14,15 +14,17 @@ import shlex
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from leakmel.core import files, parameters
-from leakmel.core.errors import DataError, UsageError, how_many, show_path, text_key
+from leakmel.core.errors import DataError, RecordingError, UsageError, how_many, show_path, text_key
+from leakmel.core.monitor import usable_cores
 from leakmel.core.progress import Progress
 from leakmel.core.store import Folder, StorePath, names_in
 from leakmel.recordings import listing, problems, wav
@@ -43,7 +45,7 @@ from leakmel.recordings.naming import (
     split_name,
     unread_fields,
 )
-from leakmel.recordings.problems import Problem, ProblemReport
+from leakmel.recordings.problems import FACTS, Columns, Problem, ProblemReport, read_facts
 from leakmel.recordings.tables import (
     NameTable,
     fill_from_names,
@@ -94,6 +96,94 @@ def _listing_of(k: int, head: Any, root: Path, n_labels: int, arrays: Mapping[st
         naming=Naming(**head["naming"]),
         parts=parts,
         extra=head["extra"],
+    )
+
+# %% ../../nbs/recordings/manifest.ipynb #8a8b41ae
+FILES_PER_TASK = 16  # small, so that progress is smooth and Ctrl-C does not wait long
+
+
+def read_content(
+    listings: Sequence[Listing],
+    *,
+    progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
+) -> tuple[Any, list[Problem]]:
+    """Read the facts of all recordings, and a problem for each that cannot become a row; raises MachineError.
+
+    The table has a row per recording in the order of the listings: split, path, code, message and FACTS.
+    """
+    import pandas as pd
+
+    files = [(x, k) for x in listings for k in range(len(x))]
+    facts = np.zeros(len(files), FACTS)
+    code = np.full(len(files), "", object)
+    message = code.copy()
+    guard = wav.ReadFailureGuard()
+
+    def read_block(x: Listing, folder: Folder, start: int, first: int) -> int:
+        numbers = range(first, min(first + FILES_PER_TASK, len(x)))
+        with folder.local([x.paths[k] for k in numbers if x.sizes[k] >= 0]) as local:
+            for k in numbers:
+                try:
+                    if x.sizes[k] < 0:
+                        raise RecordingError("unreadable", "no such file in the data folder")
+                    facts[start + k] = read_facts(local[x.paths[k]])
+                    guard.given()
+                except RecordingError as e:
+                    guard.refused(e, x.full_path(k))
+                    code[start + k] = e.reject_code
+                    message[start + k] = e.message
+        return len(numbers)
+
+    with Progress(len(files), label="reading", show=progress) as bar:
+        for x, end in zip(listings, np.cumsum([len(x) for x in listings]).tolist(), strict=True):
+            with Folder(x.folder) as folder, ThreadPoolExecutor(usable_cores()) as pool:
+                # an error cancels the blocks that have not begun
+                for n in pool.map(
+                    partial(read_block, x, folder, end - len(x)), range(0, len(x), FILES_PER_TASK)
+                ):
+                    bar.add(n)
+    table = pd.DataFrame(
+        {
+            "split": [x.split for x, _ in files],
+            "path": text_column(os.fsdecode(x.paths[k]) for x, k in files),
+            "code": code,
+            "message": message,
+        }
+    )
+    kinds: dict[str, Any] = {"i": "Int64", "b": "boolean", "f": "float32"}
+    for name in FACTS.names or ():  # numbers of files that could not be read are missing, texts are empty
+        column = pd.Series(facts[name])
+        if (kind := FACTS[name].kind) == "S":
+            table[name] = column.str.decode("ascii").astype(object)
+        else:
+            table[name] = column.astype(kinds[kind]).mask(code != "")
+    return table, [Problem(code[i], x.show(k), message[i]) for i, (x, k) in enumerate(files) if code[i]]
+
+# %% ../../nbs/recordings/manifest.ipynb #33a28c36
+def content_columns(
+    listings: Sequence[Listing],
+    label_names: Sequence[str],  # in id order
+    table: Any,  # pandas.DataFrame, one row per recording in the order of the listings: code, sensor and FACTS
+) -> Columns:
+    "Select the recordings that can become rows, as columns for the checks."
+    label_id = np.concatenate([x.label_ids for x in listings])
+    good = np.flatnonzero((table["code"] == "").to_numpy() & (label_id >= 0))
+    split_id = np.repeat(np.arange(len(listings)), [len(x) for x in listings])[good]
+    paths = [p for x in listings for p in x.paths]
+    facts: dict[str, np.ndarray] = {}
+    for name in ("sensor", *(FACTS.names or ())):
+        values = table[name].iloc[good]
+        is_text = name == "sensor" or FACTS[name].kind == "S"
+        facts[name] = (
+            np.array([os.fsencode(v) for v in values], "S") if is_text else values.to_numpy(FACTS[name])
+        )
+    return Columns(
+        tuple(x.place for x in listings),
+        tuple(label_names),
+        split_id,
+        label_id[good].astype(np.int64),
+        [paths[i] for i in good],
+        **facts,
     )
 
 # %% ../../nbs/recordings/manifest.ipynb #5218fcf8
@@ -258,9 +348,7 @@ class Manifest:
             twins = problems.twin_problems(self.table[column].dropna().unique(), what)
             found += [p for p in twins if is_group or p.kind == "look_alikes"]
         if self.content is not None:
-            found += problems.content_problems(
-                listing.content_columns(self.listings, self.label_names, self.table)
-            )
+            found += problems.content_problems(content_columns(self.listings, self.label_names, self.table))
         return pd.DataFrame([(p.kind, p.path, p.message) for p in found], columns=["kind", "path", "message"])
 
     def report(
@@ -704,7 +792,7 @@ def scan(
     manifest = replace(manifest, seconds=time.perf_counter() - began)
     if not content:
         return manifest
-    found, unread = listing.read_content(manifest.listings, progress=progress)
+    found, unread = read_content(manifest.listings, progress=progress)
     return replace(manifest, notes=(*manifest.notes, *unread), content=found)
 
 # %% ../../nbs/recordings/manifest.ipynb #92a3020d

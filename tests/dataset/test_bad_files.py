@@ -26,7 +26,7 @@ from leakmel.dataset import job, loader, schema
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.loader import MOST_LISTED, BadFilesError
 from leakmel.recordings import listing
-from leakmel.recordings.listing import read_content
+from leakmel.recordings.manifest import read_content
 from leakmel.recordings.wav import MACHINE_FAULTS, MAX_READ_FAILURES
 
 CONFIG = PipelineConfig(
@@ -419,7 +419,7 @@ def test_consecutive_read_failures_stop_build_and_scan(
     "Every file from one on: the build and a scan of the contents stop. One file in two: all of these are rejected."
     monkeypatch.setattr(loader, "native", lambda: None)  # read by Python, where faults can be planted
     monkeypatch.setattr(
-        "leakmel.recordings.listing.usable_cores", lambda: 1
+        "leakmel.recordings.manifest.usable_cores", lambda: 1
     )  # a thread held up may give one from before after many refused
     real, hit = os.open, [lambda k: k > 100]
 

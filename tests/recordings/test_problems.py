@@ -25,11 +25,10 @@ from leakmel.core.errors import MachineError, how_many, noun_of
 from leakmel.core.progress import Progress
 from leakmel.pages.dashboard import build_card
 from leakmel.pages.plots import MAX_POINTS, level_by_label
-from leakmel.recordings import listing as listing_module
+from leakmel.recordings import manifest as manifest_module
 from leakmel.recordings import problems as problems_module
 from leakmel.recordings.demo import wav_bytes, write_demo
-from leakmel.recordings.listing import FILES_PER_TASK, read_content
-from leakmel.recordings.manifest import scan
+from leakmel.recordings.manifest import FILES_PER_TASK, read_content, scan
 from leakmel.recordings.problems import (
     ALWAYS_SHOWN,
     CLIPPED_SHARE,
@@ -641,7 +640,8 @@ def test_reading_reports_progress_and_holds_one_file_for_each_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     healthy(tmp_path, 5 * FILES_PER_TASK)
-    real, lock, running, most, counts = listing_module.read_facts, threading.Lock(), [0], [0], []
+    listings = scan(tmp_path).listings
+    real, lock, running, most, counts = manifest_module.read_facts, threading.Lock(), [0], [0], []
 
     def watched(path: bytes) -> tuple:
         with lock:
@@ -658,10 +658,10 @@ def test_reading_reports_progress_and_holds_one_file_for_each_thread(
             counts.append(n_done)
             super().update(n_done, note)
 
-    monkeypatch.setattr(listing_module, "read_facts", watched)
-    monkeypatch.setattr(listing_module, "Progress", Watched)
-    monkeypatch.setattr(listing_module, "usable_cores", lambda: 3)
-    table, problems = read_content(scan(tmp_path).listings, progress="none")
+    monkeypatch.setattr(manifest_module, "read_facts", watched)
+    monkeypatch.setattr(manifest_module, "Progress", Watched)
+    monkeypatch.setattr(manifest_module, "usable_cores", lambda: 3)
+    table, problems = read_content(listings, progress="none")
     assert len(table) == counts[-1] == 5 * FILES_PER_TASK
     assert counts == sorted(counts)
     assert not problems
@@ -679,8 +679,8 @@ def test_a_failing_machine_stops_the_reading(
         calls.append(path)
         raise error
 
-    monkeypatch.setattr(listing_module, "read_facts", fail)
-    monkeypatch.setattr(listing_module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(manifest_module, "read_facts", fail)
+    monkeypatch.setattr(manifest_module, "usable_cores", lambda: 2)
     with pytest.raises(type(error)):
         read_content(scan(tmp_path).listings, progress="none")
     assert len(calls) < 30, "what has not begun does not begin"

@@ -48,8 +48,7 @@ from leakmel.pages.explore import shows_controls
 from leakmel.pages.page_figures import filled, playback, player_html, spectrogram_svg
 from leakmel.recordings import labels as label_table
 from leakmel.recordings.labels import SKIPPED, UNSURE, CurrentLabels, Decision
-from leakmel.recordings.listing import read_content
-from leakmel.recordings.manifest import Manifest
+from leakmel.recordings.manifest import Manifest, read_content
 from leakmel.recordings.problems import CLIPPED_SHARE
 from leakmel.recordings.tables import csv_table, read_text, row_error, table_number
 from leakmel.recordings.wav import read_wav
