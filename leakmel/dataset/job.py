@@ -39,7 +39,7 @@ from leakmel.dataset.existing import (
     stamps_of,
 )
 from leakmel.dataset.inputs import SpecDecision, SpecLike
-from leakmel.dataset.modes import MODES, CachedReader, Preloaded
+from leakmel.dataset.modes import MODES, CachedReader, ObjectReader, Preloaded
 from leakmel.dataset.verify import VerifyReport, check_data_set
 from leakmel.dataset.writer import RowFile, allocated_bytes, part_bytes, part_offsets, read_at, write_at
 from leakmel.mel.engines import Engine
@@ -181,7 +181,7 @@ class Job:
         self.split = target.split
         self.plain = loader.BatchReader(listing, run.spec, on_bad_file=config.on_bad_file)
         self.folder = Folder(listing.folder)  # for readers and verification
-        self.reader: loader.BatchReader | CachedReader | loader.ObjectReader = self.plain
+        self.reader: loader.BatchReader | CachedReader | ObjectReader = self.plain
         self.cache_use = self.plain.cache_use  # what this build read from files
         # how the recordings are read, for the summary
         self.mode: dict[str, Any] = {"mode": "none", "mode_lines": [], "held_bytes": 0, "held_seconds": 0.0}

@@ -13,17 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cache
 from itertools import compress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from leakmel.core.errors import DataError, MachineError, RecordingError, how_many, log, show_path
 from leakmel.core.machine_code import BoundCall
-from leakmel.core.store import Folder
 from leakmel.dataset.schema import Rejected
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings import wav
@@ -513,42 +510,3 @@ def plan_read_ahead(
         if files is not None
         else ReadAhead(readers if shares and np.mean(shares) >= COLD_SHARE else ())
     )
-
-# %% ../../nbs/dataset/loader.ipynb #ob000004
-class ObjectReader:
-    "Reader of batches from the objects of one listing; shared by all reader threads."
-
-    stage = "read"
-
-    def __init__(
-        self,
-        plain: BatchReader,
-        folder: Folder,  # of its listing, with objects
-        kept: np.ndarray,  # [n] bool, candidates that are not read
-    ):
-        x = self.listing = plain.listing
-        self.on_bad_file = plain.on_bad_file
-        self.folder = folder
-        names = [b"%d" % k for k in range(len(x))]  # of the copies
-        self._files = BatchReader(replace(x, folder=Path(os.fsdecode(folder.place)), paths=names), plain.spec)
-        self.cache_use = self._files.cache_use
-        self.cache_use.counted = False  # what a disk delivers says nothing about a network
-        self._wanted = (x.label_ids >= 0) & (x.sizes >= 0) & ~kept
-
-    def fill(self, slot: Slot) -> int:
-        "Read the slot's candidates; return the bytes of their objects."
-        listing, files = self.listing, list[bytes]()
-        numbers = (slot.first + np.flatnonzero(self._wanted[slot.first : slot.first + slot.n])).tolist()
-        copies = [self.folder.start(listing.paths[k], b"%d" % k) for k in numbers]
-        try:
-            for copy in copies:
-                files.append(self.folder.wait(copy))
-            n_bytes = self._files.fill(slot)
-        finally:
-            for file in files:
-                with suppress(OSError):
-                    os.unlink(file)
-        slot.facts["ctime_ns"] = 0  # the stamp decides
-        slot.rejected = [Rejected(listing.paths[int(r.path)], r.code, r.message) for r in slot.rejected]
-        check_bad_files(listing, slot.rejected, self.on_bad_file)
-        return n_bytes

@@ -45,14 +45,14 @@ from leakmel.core.files import (
 )
 from leakmel.core.monitor import free_memory, usable_cores
 from leakmel.core.progress import Progress, announce, per_second, size_text
-from leakmel.core.store import StorePath
+from leakmel.core.store import Folder, StorePath
 from leakmel.core.threads import ThreadGroup, run_threads
 from leakmel.core.timeline import Timeline
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.existing import recordings_digest, stamps_of
 from leakmel.dataset.inputs import SpecLike, decide_spec, list_recordings, listing_of_split
-from leakmel.dataset.loader import FACTS, BatchReader, Slot, decoders, plan_read_ahead
-from leakmel.dataset.schema import memory_file
+from leakmel.dataset.loader import FACTS, BatchReader, Slot, check_bad_files, decoders, plan_read_ahead
+from leakmel.dataset.schema import Rejected, memory_file
 from leakmel.dataset.writer import reserve
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings.conform import digests_of
@@ -243,6 +243,45 @@ class CachedReader:
         if not self._warned:
             self._warned = True
             log.warning("%s: the recordings are read from their files instead%s", what, until)
+
+# %% ../../nbs/dataset/modes.ipynb #ob000004
+class ObjectReader:
+    "Reader of batches from the objects of one listing; shared by all reader threads."
+
+    stage = "read"
+
+    def __init__(
+        self,
+        plain: BatchReader,
+        folder: Folder,  # of its listing, with objects
+        kept: np.ndarray,  # [n] bool, candidates that are not read
+    ):
+        x = self.listing = plain.listing
+        self.on_bad_file = plain.on_bad_file
+        self.folder = folder
+        names = [b"%d" % k for k in range(len(x))]  # of the copies
+        self._files = BatchReader(replace(x, folder=Path(os.fsdecode(folder.place)), paths=names), plain.spec)
+        self.cache_use = self._files.cache_use
+        self.cache_use.counted = False  # what a disk delivers says nothing about a network
+        self._wanted = (x.label_ids >= 0) & (x.sizes >= 0) & ~kept
+
+    def fill(self, slot: Slot) -> int:
+        "Read the slot's candidates; return the bytes of their objects."
+        listing, files = self.listing, list[bytes]()
+        numbers = (slot.first + np.flatnonzero(self._wanted[slot.first : slot.first + slot.n])).tolist()
+        copies = [self.folder.start(listing.paths[k], b"%d" % k) for k in numbers]
+        try:
+            for copy in copies:
+                files.append(self.folder.wait(copy))
+            n_bytes = self._files.fill(slot)
+        finally:
+            for file in files:
+                with suppress(OSError):
+                    os.unlink(file)
+        slot.facts["ctime_ns"] = 0  # the stamp decides
+        slot.rejected = [Rejected(listing.paths[int(r.path)], r.code, r.message) for r in slot.rejected]
+        check_bad_files(listing, slot.rejected, self.on_bad_file)
+        return n_bytes
 
 # %% ../../nbs/dataset/modes.ipynb #0c3987cf
 LOAD_FILES = 32  # recordings in a batch

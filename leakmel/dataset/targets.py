@@ -29,8 +29,8 @@ from leakmel.dataset.config import open_chosen, plan_workers
 from leakmel.dataset.existing import Target
 from leakmel.dataset.inputs import checked_inputs, list_recordings
 from leakmel.dataset.job import BuildContext, BuildRequest, Job, Parts, open_jobs
-from leakmel.dataset.loader import ObjectReader, ReadAhead, Slot, plan_read_ahead
-from leakmel.dataset.modes import Preloaded, prepare, with_spec_rules
+from leakmel.dataset.loader import ReadAhead, Slot, plan_read_ahead
+from leakmel.dataset.modes import ObjectReader, Preloaded, prepare, with_spec_rules
 from leakmel.dataset.publish import BuildResult, publish, result_of
 from leakmel.dataset.verify import check_sample
 from leakmel.mel.engines import DeviceOptions, Engine, EngineLane, load_engine, may_have_cuda, open_engine
