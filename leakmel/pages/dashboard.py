@@ -248,7 +248,9 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     return {n: values for n, values in columns.items() if any(v != values[0] for v in values)}
 
 # %% ../../nbs/pages/dashboard.ipynb #187edc2d
-DASHBOARD_KINDS: Kinds = {"run": (str, None), "compare": (int,), "spectra": (int,)}
+def dashboard_kinds() -> Kinds:
+    "Return names and types of the parameters of dashboard.ipynb."
+    return {"run": (str, None), "compare": (int,), "spectra": (int,)}
 
 # %% ../../nbs/pages/dashboard.ipynb #6c11928b
 def cache_sentence(summary: Mapping[str, Any]) -> str:

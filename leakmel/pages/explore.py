@@ -40,21 +40,23 @@ if TYPE_CHECKING:
 FILTERS = ("split", "label", "sensor", "flag")
 
 
-EXPLORE_KINDS: Kinds = {  # parameters of explore.ipynb
-    "data_root": (str, None),
-    "table": (str, None),
-    "columns": (str,),
-    "pattern": (str, None),
-    **dict.fromkeys(FILTERS, (str,)),
-    "spec_file": (str, None),
-    "preset": (str,),
-    "sample_rate": (int, None),
-    "duration_s": (float, None),
-    "most": (int,),
-    "louder": (bool,),
-    "write_to": (str, None),
-    "controls": (bool, None),
-}
+def explore_kinds() -> Kinds:
+    "Return names and types of the parameters of explore.ipynb."
+    return {
+        "data_root": (str, None),
+        "table": (str, None),
+        "columns": (str,),
+        "pattern": (str, None),
+        **dict.fromkeys(FILTERS, (str,)),
+        "spec_file": (str, None),
+        "preset": (str,),
+        "sample_rate": (int, None),
+        "duration_s": (float, None),
+        "most": (int,),
+        "louder": (bool,),
+        "write_to": (str, None),
+        "controls": (bool, None),
+    }
 
 # %% ../../nbs/pages/explore.ipynb #c1f5eb41
 def filter_text(wanted: Mapping[str, str]) -> str:

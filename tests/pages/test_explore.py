@@ -26,12 +26,12 @@ from leakmel.core.parameters import check_types
 from leakmel.dataset.reader import MOST_BYTES, read_spec, requested_spec, spec_of_data_set, write_spec
 from leakmel.operations.data import Build
 from leakmel.pages.explore import (
-    EXPLORE_KINDS,
     Controls,
     Explorer,
     ExploreView,
     borders,
     envelope,
+    explore_kinds,
     loudest_hz,
     mel_columns,
     open_explorer,
@@ -719,8 +719,8 @@ def given(data: Path, **more: Any) -> dict[str, Any]:
     nb = nbformat.read(ROOT / "nbs" / "explore.ipynb", as_version=4)
     values: dict[str, Any] = {}
     exec(next(c.source for c in nb.cells if "parameters" in c.metadata.get("tags", [])), values)
-    values = {name: values[name] for name in EXPLORE_KINDS}
-    check_types(values, EXPLORE_KINDS)
+    values = {name: values[name] for name in explore_kinds()}
+    check_types(values, explore_kinds())
     return values | {"data_root": str(data)} | more
 
 
@@ -867,4 +867,4 @@ def test_parameters_are_those_of_the_notebook():
     nb = nbformat.read(ROOT / "nbs" / "explore.ipynb", as_version=4)
     (cell,) = [c.source for c in nb.cells if "parameters" in c.metadata.get("tags", [])]
     names = [line.split(" = ")[0] for line in cell.splitlines() if " = " in line and not line.startswith("#")]
-    assert names == list(EXPLORE_KINDS)
+    assert names == list(explore_kinds())
