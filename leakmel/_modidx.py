@@ -909,8 +909,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'leakmel/dataset/publish.py'),
                                          'leakmel.dataset.publish._check': ('dataset/publish.html#_check', 'leakmel/dataset/publish.py'),
                                          'leakmel.dataset.publish._edges': ('dataset/publish.html#_edges', 'leakmel/dataset/publish.py'),
-                                         'leakmel.dataset.publish._n_checked': ( 'dataset/publish.html#_n_checked',
-                                                                                 'leakmel/dataset/publish.py'),
                                          'leakmel.dataset.publish._split_summary': ( 'dataset/publish.html#_split_summary',
                                                                                      'leakmel/dataset/publish.py'),
                                          'leakmel.dataset.publish._started_s': ( 'dataset/publish.html#_started_s',

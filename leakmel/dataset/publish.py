@@ -210,6 +210,7 @@ def publish(
 
 
 _READ_TWICE = 16  # rows that are read back when they are written and in the complete file
+_CHECKED_OF_PART = 8  # rows of a part that are recomputed on average: another machine may have built it
 
 
 def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
@@ -228,8 +229,9 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
     manifest = run.manifest
     if manifest.names is None:
         tables.require_same_table(manifest.table_path, manifest.table_digest)
+    wanted = run.request.check  # None: all rows
     unread = ~job.matched[job.good]
-    if run.request.check is None:
+    if wanted is None:
         unread[:] = True
     else:  # rows lie where they are expected, also in the complete file
         unread[np.linspace(0, len(unread) - 1, _READ_TWICE).astype(int)] = True
@@ -237,7 +239,7 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
         report = check_data_set(
             job.file.partial,
             root=manifest.root,
-            sample=_n_checked(run, job),
+            sample=max(wanted, _CHECKED_OF_PART * job.n_parts) if wanted else wanted,
             examine=False,
             accounting=False,
             unread=unread,
@@ -270,15 +272,6 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
         found=found,
         remedy=f"build {how}, and with engine='reference' if that fails too; please report the error",
     )
-
-
-_CHECKED_OF_PART = 8  # rows of a part that are recomputed on average: another machine may have built it
-
-
-def _n_checked(run: BuildContext, job: Job) -> int | None:
-    "Return how many rows are recomputed; None: all."
-    wanted = run.request.check
-    return max(wanted, _CHECKED_OF_PART * job.n_parts) if wanted else wanted
 
 
 def _edges(run: BuildContext, job: Job, rows: np.ndarray) -> list[int]:
