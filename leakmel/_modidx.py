@@ -4082,6 +4082,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'leakmel.operations.data': { 'leakmel.operations.data.Build': ('operations/data.html#build', 'leakmel/operations/data.py'),
                                          'leakmel.operations.data.Build.__call__': ( 'operations/data.html#build.__call__',
                                                                                      'leakmel/operations/data.py'),
+                                         'leakmel.operations.data.Build.__post_init__': ( 'operations/data.html#build.__post_init__',
+                                                                                          'leakmel/operations/data.py'),
                                          'leakmel.operations.data.Build._analysis_lines': ( 'operations/data.html#build._analysis_lines',
                                                                                             'leakmel/operations/data.py'),
                                          'leakmel.operations.data.Build._build_part': ( 'operations/data.html#build._build_part',

@@ -169,10 +169,13 @@ def write_whole(
         with delayed_signals():
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as new:
-                with new.open("xb", buffering=0) as file:
-                    write_all(file.fileno(), content)
+                fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                try:
+                    write_all(fd, content)
                     if sync:
-                        os.fsync(file.fileno())
+                        os.fsync(fd)
+                finally:
+                    os.close(fd)
                 if look is not None:
                     look()
             if sync:

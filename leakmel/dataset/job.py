@@ -168,18 +168,20 @@ class Job:
         target: Target,  # n candidates
         start: str,  # of the file, as for RowFile
     ):
-        config, listing = run.request.config, target.listing
+        listing = target.listing
         shape = waveform_shape(run.spec) if run.request.with_waveforms else None
         n = len(listing)
         # compare rows with their digests as soon as they are written; rows of parts are read back by the join,
         # compressed rows and waveforms when the file is complete
-        self.read_back = not run.manifest.part_of and config.compression == "none" and shape is None
+        self.read_back = (
+            not run.manifest.part_of and run.request.config.compression == "none" and shape is None
+        )
         self.listing = listing
         self.named_by_folders = listing.parts is None and listing.naming.source == "folders"
         self.spec = run.spec
         self.file = RowFile(target.path, run.spec.row_shape, n, shape, start=start)
         self.split = target.split
-        self.plain = loader.BatchReader(listing, run.spec, on_bad_file=config.on_bad_file)
+        self.plain = loader.BatchReader(listing, run.spec, on_bad_file=run.request.config.on_bad_file)
         self.folder = Folder(listing.folder)  # for readers and verification
         self.reader: loader.BatchReader | CachedReader | ObjectReader = self.plain
         self.cache_use = self.plain.cache_use  # what this build read from files

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/dataset/loader.ipynb #9e51574a
 import base64
 import os
+import shlex
 import threading
 import time
 from collections import Counter
@@ -231,9 +232,19 @@ def check_rejected_share(
     rejected: Sequence[Rejected],  # of the whole split
     most: float,  # share of the files found that may be rejected, 0 to 1
 ) -> None:  # raises BadFilesError
-    "Check the share of rejected files in a split."
+    "Check the share of rejected files in a split, in which at least one recording must be left."
     k = len(rejected)
     n = len(listing)
+    if k == n:
+        raise BadFilesError(
+            "all recordings were rejected, so no data set was written",
+            rejected,
+            n,
+            code="all-rejected",
+            path=listing.folder,
+            found=reasons(rejected),
+            remedy=f"check the recordings (`leakmel scan {shlex.quote(show_path(listing.folder))} --content`) and the settings channels, short, long and rate",
+        )
     if k / n <= most:
         return  # a quotient, which is the decimal it should be where that is exact; a product is not
     raise BadFilesError(

@@ -144,16 +144,6 @@ def publish(
     def span(stage: str):
         return run.timeline.span(stage, lane, split=job.split)
 
-    if not job.good.any():
-        raise loader.BadFilesError(
-            "all recordings were rejected, so no data set was written",
-            job.rejected,
-            len(job.listing),
-            code="all-rejected",
-            path=job.listing.folder,
-            found=loader.reasons(job.rejected),
-            remedy=f"check the recordings (`leakmel scan {quote(show_path(job.listing.folder))} --content`) and the settings channels, short, long and rate",
-        )
     config, target = run.request.config, job.file.target
     loader.check_rejected_share(job.listing, job.rejected, config.max_rejected)
     if job.journal is not None:  # the last rows; the disk need not confirm them, since their digests decide

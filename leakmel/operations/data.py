@@ -387,6 +387,12 @@ class Build(WithFeatures):
     # speed, and rejected files: no effect on the rows
     speed: Mapping[str, Any] = option(of="PipelineConfig", has_defaults=True)
 
+    def __post_init__(self) -> None:
+        from leakmel.core.timeline import ANALYSES
+
+        what = "the parameter analysis has an unknown value"
+        require_choice(what, self.analysis, ANALYSES, code="out-of-range")
+
     def _given(self, root: str | Path, run: Run) -> tuple[dict[str, Any], str, str]:
         "Return the arguments of a build, and lines on the spec file and on tuned settings."
         from leakmel.dataset.config import with_tuned
@@ -409,7 +415,6 @@ class Build(WithFeatures):
 
     def plan(self, run: Run) -> BuildPlan:
         "Find the data, resolve the spec, open the engine once, and choose the results folder; raises LeakmelError for all that is wrong before the work."
-        from leakmel.core.timeline import ANALYSES
         from leakmel.dataset.config import open_chosen, plan_workers
         from leakmel.dataset.inputs import check_listing, decide_spec
         from leakmel.dataset.modes import pick_mode
@@ -417,9 +422,6 @@ class Build(WithFeatures):
         from leakmel.recordings.labels import read_labels
         from leakmel.recordings.manifest import with_guess
 
-        require_choice(
-            "the parameter analysis has an unknown value", self.analysis, ANALYSES, code="out-of-range"
-        )
         root, note = find_data(self.data_root, progress=run.progress)
         if self.labels is not None:
             read_labels(self.labels)  # a wrong table is an error now
@@ -430,8 +432,8 @@ class Build(WithFeatures):
         if self.pattern is None and (guessed := with_guess(manifest))[1]:
             manifest, named["pattern"] = guessed
             note += f"; {GUESSED}{named['pattern']}"
-        unused = table_hints({**vars(self), **named, "data_root": str(root)}, "set {} = {!r}")
-        note = "; ".join([note, *unused])
+        given = {**vars(self), **named, "data_root": str(root)}
+        note = "; ".join([note, *table_hints(given, "set {} = {!r}")])
         split = self.split or "all"
         if not manifest.listings[0].split:
             if split != "all":
