@@ -11,7 +11,7 @@ import random
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta
@@ -174,7 +174,7 @@ def entry_of(digest: str, sensor: str, night: str, score: float) -> HistoryEntry
     )
 
 
-def score_files(x: Any, *args: Any) -> tuple[list[Any], list[nights.Levels], list[Rejected], list[float]]:
+def score_files(x: Any, *args: Any) -> tuple[list[Any], Sequence[nights.Levels], list[Rejected], list[float]]:
     "In place of a detector: the score is what the file says."
     scored, rejected = [], list[Rejected]()
     for path, name in zip(x.paths, x.names, strict=True):
@@ -189,7 +189,7 @@ def score_files(x: Any, *args: Any) -> tuple[list[Any], list[nights.Levels], lis
             "rms_db": -40.0,
         }
         scored.append(SimpleNamespace(path=path, sensor=name.sensor, gain=24, facts=facts, content=content))
-    levels = [(-60.0, (-60.0, -61.0))] * len(scored)
+    levels: list[nights.Levels] = [(-60.0, (-60.0, -61.0))] * len(scored)
     return scored, levels, rejected, [float(s.content.split()[0]) for s in scored]
 
 
@@ -214,9 +214,9 @@ def failing(n: int, error: OSError | None) -> Iterator[None]:
         def call(*args: Any, **more: Any) -> Any:
             left[0] -= 1
             if left[0] == -1:
-                if error is None:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise error
+                if error is not None:
+                    raise error
+                os.kill(os.getpid(), signal.SIGKILL)
             return real(*args, **more)
 
         return call
