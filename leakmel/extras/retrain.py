@@ -231,6 +231,7 @@ class SegmentSubset(Segments):
         self.numbers = np.flatnonzero(every != LEFT_OUT)
         self.labels = every[self.numbers]
         self.rows = self.numbers // self.row_shape[0]
+        self.segment_counts = self._count_segments(self.rows)
         self.n_too_short = 0
         self.preload(preload_to_ram, progress)
 

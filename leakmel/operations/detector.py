@@ -109,8 +109,9 @@ def find_data_sets(
     from leakmel.dataset.pipeline import find_data, is_demo
     from leakmel.dataset.schema import data_set_name
 
-    names = (data_set_name("TRAINING"), data_set_name(""))
-    newest = [path for path in newest_files("*_DATASET.H5") if path.name in names]
+    newest = [
+        path for path in newest_files("*_DATASET.H5") if path.name in map(data_set_name, ("TRAINING", ""))
+    ]
     if data is not None:
         folder, note = user_path(data), "given as data"
     elif newest:
@@ -298,7 +299,7 @@ class WithTraining(Operation):
         self, out: Path, run: Run, parts: Collection[str], *, needs_validation: bool = False
     ) -> DetectorPlan:
         "Find the data sets, split them by groups if requested, and check what can be checked before the parts are read."
-        from leakmel.detector.data.segments import Segments, close_opened, make_task, open_sources
+        from leakmel.detector.data.segments import Segments, make_task, open_parts
         from leakmel.detector.data.splits import DEFAULT_SHARES, group_split, without_validation
         from leakmel.detector.model.files import list_checkpoints, pick_device
         from leakmel.recordings.labels import read_labels
@@ -309,18 +310,14 @@ class WithTraining(Operation):
             files.pop("validation", None)
         rows = {"data": note} | {part: show_path(path) for part, path in files.items()}
         labels = vars(self).get("labels")  # a search has none
-        read = [part for part in files if part in parts]
+        read = {part: path for part, path in files.items() if part in parts}
         # by label names: recordings for testing may have been built alone
         by_name = self.group is None and "testing" in read
         people = None if labels is None else read_labels(labels)
-        checked = [files[part] for part in read]
-        opened = open_sources(checked, legacy=self.legacy, same_labels=not by_name, people=people)
-        try:
-            task = make_task(opened[0].class_names, **self.of_task)
+        with open_parts(read, people, legacy=self.legacy, same_labels=not by_name) as opened:
+            task = make_task(opened["training"][0].class_names, **self.of_task)
             if by_name:
-                Segments(opened[read.index("testing")], level="recording", task=task, preload_to_ram=False)
-        finally:
-            close_opened(opened, checked)
+                Segments(opened["testing"], level="recording", task=task, preload_to_ram=False)
         given: dict[str, Any] = {"training": files["training"], "validation": files.get("validation")}
         if self.group is not None:
             every = list(files.values())

@@ -220,9 +220,7 @@ def _divide_greedily(scaled: np.ndarray, shares: np.ndarray, rng: np.random.Gene
             if old >= 0:
                 got[old] = np.maximum(got[old] - scaled[g], 0)
             gain = _costs(got + scaled[g], shares).sum(1) - _costs(got, shares).sum(1)
-            best = int(gain.argmin())
-            if old >= 0 and gain[best] > gain[old] - 1e-12:
-                best = old
+            best = old if old >= 0 and gain.min() > gain[old] - 1e-12 else int(gain.argmin())
             parts[g] = best
             got[best] += scaled[g]
         if np.array_equal(parts, before):

@@ -341,15 +341,19 @@ def evaluation_answer(
     unchecked = next((caution for caution in e.cautions if "was not checked" in caution), "")
     truth = e.table["leak"].to_numpy(bool)
     held = min(len(np.unique(e.groups.code[own])) for own in (truth, ~truth))
-    new = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}{e.detector.intervals['balanced_accuracy'].in_brackets('.2f')}"
-    if e.leaky:
-        new = "cannot be told from a leaky split"
-    elif unchecked:
-        new = f"cannot be told. {unchecked}"
-    elif not e.has_groups:
-        new = "cannot be told, because the sensors of the recordings are not known"
-    elif held < stats.MIN_GROUPS:
-        new = f"cannot be told, because a label comes from {how_many(held, noun_of(by))}, and {stats.MIN_GROUPS} are needed"
+    accuracy, few = (
+        f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}",
+        how_many(held, noun_of(by)),
+    )
+    answers_at_new = {
+        "cannot be told from a leaky split": e.leaky,
+        f"cannot be told. {unchecked}": unchecked,
+        "cannot be told, because the sensors of the recordings are not known": not e.has_groups,
+        f"cannot be told, because a label comes from {few}, and {stats.MIN_GROUPS} are needed": held
+        < stats.MIN_GROUPS,
+        f"{accuracy}{e.detector.intervals['balanced_accuracy'].in_brackets('.2f')}": True,
+    }
+    new = next(text for text, holds in answers_at_new.items() if holds)
     lines = list(e.stamps)
     if brief and e.leaky:  # the first reason
         stamp, *others = e.stamps[0].split("; ")
@@ -360,10 +364,9 @@ def evaluation_answer(
     more = f" (and {len(cautions) - 1} more: --full)" * (brief and len(cautions) > 1)
     cautions = cautions[:1] if brief else cautions
     lines.append(f"at a new {by if e.has_groups else 'sensor'}: {new}")
-    reached = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}; cross-validation promised"
     promised = e.details.get("promised")
-    if promised is not None and "nan" not in reached:
-        lines.append(f"{reached} {promised:.2f}")
+    if promised is not None and "nan" not in accuracy:
+        lines.append(f"{accuracy}; cross-validation promised {promised:.2f}")
     return [*lines, *(f"caution: {caution}{more}" for caution in cautions)]
 
 # %% ../../../nbs/detector/evaluate/evaluation.ipynb #c81529ce
@@ -479,12 +482,6 @@ _VOTE_TITLES = {  # of each of VOTES, with the percentage of segments that "frac
 }
 
 
-def _details(detector: Detector, ds: Segments) -> dict[str, Any]:
-    "Return notes on the recordings, and the balanced accuracy that the cross-validation inside the training set promised."
-    inside = (own.balanced_accuracy for own in detector.evaluations if own.kind == CROSS_VALIDATION)
-    return {"too_short": ds.n_too_short, "silence": trailing_silence(ds), "promised": next(inside, None)}
-
-
 def _evaluation(
     detector: Detector,
     parts: Mapping[str, Segments],
@@ -514,9 +511,10 @@ def _evaluation(
         )
         for rule in dict.fromkeys((detector.vote, *votes))  # its own first
     }
-    simple = {}
-    if training is not None and 0 < training.is_leak.sum() < len(training.rows):
-        simple = score_baselines(boot, ds, training, parts.get("validation"), progress=progress)
+    has_both = training is not None and 0 < training.is_leak.sum() < len(training.rows)
+    simple = (
+        score_baselines(boot, ds, training, parts.get("validation"), progress=progress) if has_both else {}
+    )
     own = ways[detector.vote]
     verdict, notes = judge(boot, own, simple, detector.kind == "spectral", metric)
     found["cautions"] = (*found["cautions"], *notes)
@@ -528,6 +526,8 @@ def _evaluation(
         **{f"score_{n}": j.score for n, j in (ways | simple).items()},
         called_leak=own.score >= own.threshold,
     )
+    inside = (e.balanced_accuracy for e in detector.evaluations if e.kind == CROSS_VALIDATION)
+    notes_on = {"too_short": ds.n_too_short, "silence": trailing_silence(ds), "promised": next(inside, None)}
     # of data sets and of the rows that are selected; labels by people do not change it
     digests = (
         str(s.file.attrs.get(DIGEST_ATTRIBUTE, "")).encode() or row_digests(s, "none") for s in ds.sources
@@ -550,7 +550,7 @@ def _evaluation(
         calibration=metrics.reliability(boot.truth, np.clip(metrics.vote_scores(segments, "mean"), 0, 1)),
         calibrated=None if probability is None else metrics.reliability(boot.truth, probability),
         worst=plots.worst_errors(ds, table, own, segments),
-        details={"part": part, **how, "draws": len(boot.times), "seed": seed} | _details(detector, ds),
+        details={"part": part, **how, "draws": len(boot.times), "seed": seed} | notes_on,
         **found,
     )
 

@@ -168,8 +168,7 @@ def threshold_slider(
 
     `change` returns what the slider sets at a threshold: properties of the traces, then of the layout.
     """
-    own = [now] if 0 <= now <= 1 else []
-    thresholds = np.unique([*np.linspace(0, 1, N_THRESHOLDS), *own]).tolist()
+    thresholds = np.unique([*np.linspace(0, 1, N_THRESHOLDS), *[now] * (0 <= now <= 1)]).tolist()
     active = min(int(np.searchsorted(thresholds, now)), len(thresholds) - 1)
     steps = [{"label": f"{t:.3g}", "method": "update", "args": change(t)} for t in thresholds]
     place = {"pad": {"t": 44, "b": 10}, "currentvalue": {"prefix": "threshold "}}
@@ -449,9 +448,13 @@ def spectrogram_figure(
 def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Return [L + 1] the edges of the long segments, [C] times of columns, and [M, C] their levels."
     n_long, n_short, n_mels, n_frames = s.mels.shape
-    steps = [1.0, 1 / n_short, 1 / (n_short * n_frames)]  # of long and short segments and of frames
-    if spec is not None:
-        steps = [n / spec.sample_rate for n in (spec.long_hop, spec.short_hop, spec.hop_length)]
+    # of long and short segments and of frames
+    hops = (
+        (1, 1 / n_short, 1 / (n_short * n_frames))
+        if spec is None
+        else (spec.long_hop, spec.short_hop, spec.hop_length)
+    )
+    steps = [n / (1 if spec is None else spec.sample_rate) for n in hops]
     edges = (s.first + np.arange(n_long + 1)) * steps[0]
     times, index = style.frame_starts_s(edges[:-1], np.arange(n_short) * steps[1], n_frames, steps[2])
     first = np.arange(0, len(times), -(-len(times) // _MAX_COLUMNS))

@@ -91,10 +91,9 @@ class Resampled(RowTable):
         "Return pairs of a name and a text: the time and the files, which end each result."
         n_read = self.n_fits - self.n_done
         again = f", {n_read:,} of them read from an earlier run" if n_read else ""
-        rows = [("time", f"{how_many(self.n_fits, 'fit')}{again}, {self.seconds:,.1f} s")]
-        if self.out is not None:
-            rows.append(("written", f"{show_path(self.out)}: {', '.join(result_files(self.name))}"))
-        return rows
+        time_text = f"{how_many(self.n_fits, 'fit')}{again}, {self.seconds:,.1f} s"
+        written = f"{show_path(self.out or '')}: {', '.join(result_files(self.name))}"
+        return [("time", time_text), *[("written", written)] * (self.out is not None)]
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON: those that all results have."
@@ -179,9 +178,8 @@ class CrossValidation(Resampled):
     def method(self) -> str:
         "How the folds were made, a sentence."
         groups = how_many(len(self.groups), self.groups.word)
-        how = f"{self.folds['fold'].max() + 1} folds, no {self.groups.by} in two"
-        if self.is_one_out:
-            how = f"each of {groups} was left out once"
+        folds = f"{self.folds['fold'].max() + 1} folds, no {self.groups.by} in two"
+        how = f"each of {groups} was left out once" if self.is_one_out else folds
         seeds = "" if len(self.seeds) == 1 else f", with {len(self.seeds)} seeds"
         return f"{how_many(len(self), 'recording')} ({how_many(self.table['leak'].sum(), 'leak')}) of {groups}: {how}{seeds}"
 
@@ -398,8 +396,11 @@ def open_resampling(
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
     lock = nullcontext() if folder is None else folder_lock(folder, title)
-    unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
-    with open_training(data, settings=unloaded, progress=show, **how) as opened, lock:
+    # a fit loads what it trains on
+    with (
+        open_training(data, settings=replace(settings, preload_to_ram=False), progress=show, **how) as opened,
+        lock,
+    ):
         if folder is not None:
             for file, mark in result_files(name).items():
                 require_result(folder / file, f"result of a {title}", mark)

@@ -50,11 +50,6 @@ class Confusion:
     false_alarm: int  # others classified as a leak
     true_normal: int  # others classified as normal
 
-    @property
-    def n(self) -> int:
-        "Number of recordings."
-        return self.true_leak + self.missed_leak + self.false_alarm + self.true_normal
-
 
 def counts_by_group(
     truth: np.ndarray,  # [B] bool
@@ -109,11 +104,8 @@ class Roc:
     @property
     def auc(self) -> float:
         "Area under the curve, 0 to 1; NaN where a class is missing."
-        if len(self.threshold) == 1:
-            return float("nan")
-        return float(
-            np.sum(np.diff(self.false_alarm_rate) * (self.sensitivity[1:] + self.sensitivity[:-1])) / 2
-        )
+        area = np.sum(np.diff(self.false_alarm_rate) * (self.sensitivity[1:] + self.sensitivity[:-1])) / 2
+        return float(area) if len(self.threshold) > 1 else math.nan
 
 
 def roc(
@@ -150,9 +142,9 @@ def why_undefined(
 ) -> dict[str, str]:
     "Explain which figures are undefined, of labels [B] and scores [B]: only for figures that are NaN."
     c = confusion(y_true, score, threshold)
-    no_leak = not c.true_leak + c.missed_leak
+    n, no_leak = sum(vars(c).values()), not c.true_leak + c.missed_leak
     reasons = (  # the first one that holds counts
-        (not c.n, "no recording", FIGURES),
+        (not n, "no recording", FIGURES),
         (no_leak, "no recording is a leak", ("balanced_accuracy", "sensitivity", "auc")),
         (
             not c.false_alarm + c.true_normal,
@@ -160,7 +152,7 @@ def why_undefined(
             ("balanced_accuracy", "specificity", "auc"),
         ),
         (not c.true_leak + c.false_alarm, "no recording was classified as a leak", ("precision",)),
-        (c.n == c.true_normal, "no recording is a leak or was classified as one", ("f1",)),
+        (n == c.true_normal, "no recording is a leak or was classified as one", ("f1",)),
     )
     why: dict[str, str] = {}
     for holds, reason, figures in reasons:

@@ -136,9 +136,9 @@ def model_card(
     digest: str = "",  # SHA-256 of the file; empty: the section on origin and digests is left out
 ) -> str:  # Markdown
     "Return the model card of a detector."
-    scores = detector.held_out
-    if scores is not None and scores.truth.all():  # no threshold and no calibration follow from them
-        scores = None
+    held_out = detector.held_out
+    # of leaks only: no threshold and no calibration follow from them
+    scores = None if held_out is None or held_out.truth.all() else held_out
     return export.filled(
         _MODEL_CARD.lstrip(),
         d=detector,

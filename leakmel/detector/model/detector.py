@@ -349,9 +349,8 @@ class Detector:
         return written
 
     def __repr__(self) -> str:
-        features = "features of the earlier system"
-        if self.spec is not None:
-            features = f"{self.spec.preset_name or 'own spec'} at {self.spec.sample_rate} Hz"
+        spec = self.spec and f"{self.spec.preset_name or 'own spec'} at {self.spec.sample_rate} Hz"
+        features = spec or "features of the earlier system"
         about = f"{self.kind}; {self.task}; {features}; {self.classifier.n_parameters:,} parameters"
         return f"Detector({about}; {self.vote} >= {self.threshold:.3f} ({self.threshold_from}))"
 
@@ -571,5 +570,5 @@ def score_rows(
     progress: Callable[[int], object] | None = None,
 ) -> np.ndarray:
     "Compute the probability of a leak in each segment of each recording, [n, L], as `class_scores` does."
-    how: dict[str, Any] = {"device": device, "files_per_batch": files_per_batch, "progress": progress}
-    return class_scores(detector, ds, **how)[..., detector.task.leak_in_model]
+    scores = class_scores(detector, ds, device=device, files_per_batch=files_per_batch, progress=progress)
+    return scores[..., detector.task.leak_in_model]

@@ -518,10 +518,9 @@ def run_fits(
             yield from run_tasks(client, _score_fit, tasks, names)
         return
     n = len(trainer.ds.rows)
-    most = jobs or min(len(fits), usable_cores())
     is_short = kinds_to_fit(trainer.settings.detector, n) == ("spectral",) and len(fits) * n < LONG_WORK
-    if trainer.device != "cpu" or (jobs is None and is_short):
-        most = 1
+    is_alone = trainer.device != "cpu" or (jobs is None and is_short)
+    most = 1 if is_alone else jobs or min(len(fits), usable_cores())
     run = Parallel(
         n_jobs=max(1, min(most, free_memory() // 2 // (trainer.data.training.n_bytes + _PROCESS_BYTES))),
         return_as="generator",
@@ -554,8 +553,7 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
     "Compare the out-of-fold scores of the chosen kind with baselines in the same folds."
     truth, seed = trainer.ds.is_leak, trainer.settings.seed
     features = spectral.baseline_features(trainer.ds, progress="none")
-    scores = {name: np.empty(len(choice.scored)) for name in features}
-    scores["detector"] = np.empty(len(choice.scored))
+    scores = {name: np.empty(len(choice.scored)) for name in (*features, "detector")}
     for k in np.unique(choice.fold):
         mine = choice.fold == k
         held_out = choice.scored[mine]

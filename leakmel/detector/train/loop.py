@@ -294,9 +294,8 @@ class TrainResult(RowTable):
     @property
     def next_steps(self) -> list[str]:
         "What to do after the training, with its paths."
-        if not self.detector.evaluations:
-            return list(self.summary["next_steps"])
-        return steps_of(self.detector, model=quote(show_path(self.model_path)))
+        steps = steps_of(self.detector, model=quote(show_path(self.model_path)))
+        return steps if self.detector.evaluations else list(self.summary["next_steps"])
 
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."

@@ -340,9 +340,7 @@ def learning_curves(
     epochs: Sequence[EpochFigures],
     best: int = 0,  # number of the best epoch; 0: none
 ) -> Any:
-    "Draw losses and F1 by epoch, with a line at the best one (0: none); returns a figure of Plotly."
-    if not epochs:
-        return styled_figure([], "No epoch is finished", "Figures appear after the first epoch", height=120)
+    "Draw losses and F1 by epoch, of which there is one, with a line at the best (0: none); returns a figure of Plotly."
     table = history_table(epochs)
     curves = {
         "training loss": ("loss", LOSS_COLOR, "y"),
@@ -432,11 +430,9 @@ def bottleneck_text(epochs: Sequence[EpochFigures]) -> str:
 
 # %% ../../../nbs/detector/train/state.ipynb #7b0ce51f
 def time_figures(epochs: Sequence[EpochFigures]) -> dict[str, Any]:
-    "Draw the parts of each epoch, and use of GPU, memory and bus; figures of Plotly by name, none without an epoch."
+    "Draw the parts of each epoch, and use of GPU, memory and bus; figures of Plotly by name."
     parts = epoch_times(epochs)
     t = history_table(epochs)
-    if not len(t):
-        return {}
     bars = [
         {
             "type": "bar",
@@ -549,8 +545,8 @@ class TrainingDisplay(Progress):
 # %% ../../../nbs/detector/train/state.ipynb #bc3857a1
 def new_net(data: TrainingData, settings: TrainSettings) -> LeakNet:
     "Make a net for some data, with weights from the seed."
-    shape = image_shape(data.training.row_shape)
-    made = NetSettings(*shape, len(data.task.model_names), settings.channels, settings.dropout)
+    shape = (*image_shape(data.training.row_shape), len(data.task.model_names))
+    made = NetSettings(*shape, settings.channels, settings.dropout)
     with seeded_random(step_seed(settings.seed, 0, 2), torch.device("cpu")):
         return LeakNet(made, *band_statistics(data.training))
 
