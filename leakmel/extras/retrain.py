@@ -619,7 +619,7 @@ class Round(RowTable):
         "Return pairs of a name and a text."
         r, duel = self.record, self.duels["testing"]
         figure = r["rules"]["metric"]
-        new = [
+        kept = [
             f"{show_path(k)} {how_many(c['recordings'], 'recording')}, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
             for k, c in r["kept"].items()
         ]
@@ -627,12 +627,12 @@ class Round(RowTable):
             "too_short": "too short, left out",
             "left_to_replay": "in the replay data and learned from there",
         }
-        new += [f"{r['new'][n]:,} {text}" for n, text in apart.items() if r["new"][n]]
+        left = [f"{r['new'][n]:,} {text}" for n, text in apart.items() if r["new"][n]]
         both = " -> ".join(f"{model.figures[figure]:.3f}" for model in (duel.champion, duel.challenger))
         return [
             *(("BEWARE", stamp) for stamp in r["stamps"]),
             ("decision", self.reason),
-            ("new", "; ".join(new)),
+            ("new", "; ".join([*kept, *left])),
             ("replayed", "{recordings:,} old recordings, {segments:,} segments".format(**r["replay"])),
             ("testing", f"{figure} {both}, difference {duel.differences[figure]}"),
             ("record", show_path(self.folder / files.RECORD)),
@@ -680,9 +680,8 @@ def choose_items(
 ) -> tuple[Selection, np.ndarray]:  # of new recordings; [n, L] int64 class of each replayed segment, -1: none
     "Choose the training items: apply labels by people, select, draw."
     new, old = parts["new recordings"], parts["replay"]
-    labels = np.full(len(new.rows), UNLABELLED)
-    if human is not None:
-        labels = read_human_labels(human, new, champion.task)
+    unknown = np.full(len(new.rows), UNLABELLED)
+    labels = unknown if human is None else read_human_labels(human, new, champion.task)
     known = {**earlier, **labels_by_content(new, labels)}
     found = select_segments(champion, new, scores, apply_human_labels(new, labels, known), rules)
     held = set(content_digests(old)) - {""}
@@ -891,9 +890,13 @@ def retrain(
                 warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=2)
             scores = scored(class_scores, holder, new, "predicting")
             selection, again = choose_items(holder, parts, scores, human_labels, earlier, rules, number)
-            facts = {"number": number, "stamps": stamps, "rules": asdict(rules)}
-            facts["settings"] = json.loads(json.dumps(asdict(own)))
-            facts |= items_record(parts, holder.task, selection, again)
+            facts = {
+                "number": number,
+                "stamps": stamps,
+                "rules": asdict(rules),
+                "settings": json.loads(json.dumps(asdict(own))),
+                **items_record(parts, holder.task, selection, again),
+            }
             if lineage is None:
                 lineage = files.Lineage((save_champion(folder, 0, holder),), digest)
                 files.write_lineage(folder, lineage)

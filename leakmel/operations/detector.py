@@ -89,8 +89,8 @@ def plan_scoring(
     inputs = {
         "data": f"{show_path(folder)}: {note}",
         "model": f"{show_path(model)}: {model_note}" if model else without,
+        **({"task": repr(detector.task)} if detector else {}),
     }
-    inputs |= {"task": repr(detector.task)} if detector else {}
     return model, detector, DetectorPlan(inputs, folder, {"folder": folder, "manifest": manifest})
 
 # %% ../../nbs/operations/detector.ipynb #d69278ee

@@ -121,10 +121,11 @@ class WorkingFolder:
             "In JupyterLab, open start.ipynb and run its cells.": True,
         }
         lines = [
-            f"{show_path(self.folder)}: {how_many(len(self.created), 'notebook')} created, results go to runs/"
+            f"{show_path(self.folder)}: {how_many(len(self.created), 'notebook')} created, results go to runs/",
+            *(note for note, holds in notes.items() if holds),
+            f"next: {self.summary['next']}",
         ]
-        lines += [note for note, holds in notes.items() if holds]
-        return "\n".join([*lines, f"next: {self.summary['next']}"])
+        return "\n".join(lines)
 
 # %% ../../nbs/operations/extras.ipynb #912c046d
 def make_working_folder(folder: str | os.PathLike) -> WorkingFolder:  # raises OutputError

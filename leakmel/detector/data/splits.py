@@ -316,9 +316,8 @@ def _is_separable(
     inside = np.flatnonzero(part >= 0)
     alone = np.array([v or f"\0{k}" for k, v in enumerate(values[inside])], dtype=object)
     code = np.unique(alone, return_inverse=True)[1]
-    kept = [_texts(table, "sensor"), table["content"].to_numpy(object)]
-    kept += [] if groups is None else [groups.astype(np.str_).astype(object)]
-    for other in kept:
+    kept = [] if groups is None else [groups.astype(np.str_).astype(object)]
+    for other in (_texts(table, "sensor"), table["content"].to_numpy(object), *kept):
         code = join_groups(code, other[inside])
     labels = table["label"].to_numpy(object)[inside]
     alike = (labels == label for label in set(labels))
@@ -644,19 +643,23 @@ def _remedy(
     "Return what to do where a part would lack a label."
     counts = label_counts(units, labels)
     fewer = without_validation(shares)
-    ways = list[str]()
-    if not needs_validation and 1 < len(fewer) < len(shares) and not _divide(units, labels, fewer, seed)[1]:
-        ways.append(f"--validation none (in Python shares={fewer})")
-    if not needs_validation and len(counts) <= 10 and can_be_left_out(counts).all():
-        ways.append("--cross-validate (lm.cross_validate), where each group is held out once")
-    if task and task.leak_in_data not in lacking and counts.any(0).sum() > len(lacking) + 1:
-        rare = [n for n, k in zip(task.class_names, task.to_model, strict=True) if k == LEFT_OUT]
-        rare += [task.class_names[k] for k in lacking]
-        ways.append(f"--leave-out {shlex.quote(','.join(rare))}")
     totals = counts.sum(0)
-    if not is_allowed and totals[totals > 0].min() >= len(shares):
-        ways.append("--allow-leaky-split (allow_leaky_split=True), which marks all results as leaky")
-    return "use one of: " + "; ".join(ways) if ways else "add recordings of other groups with these labels"
+    may_leave_out = task and task.leak_in_data not in lacking and counts.any(0).sum() > len(lacking) + 1
+    classes = list(zip(task.class_names, task.to_model, strict=True)) if task else []
+    rare = [n for n, k in classes if k == LEFT_OUT] + [classes[k][0] for k in lacking if classes]
+    ways = {
+        f"--validation none (in Python shares={fewer})": not needs_validation
+        and 1 < len(fewer) < len(shares)
+        and not _divide(units, labels, fewer, seed)[1],
+        "--cross-validate (lm.cross_validate), where each group is held out once": not needs_validation
+        and len(counts) <= 10
+        and can_be_left_out(counts).all(),
+        f"--leave-out {shlex.quote(','.join(rare))}": may_leave_out,
+        "--allow-leaky-split (allow_leaky_split=True), which marks all results as leaky": not is_allowed
+        and totals[totals > 0].min() >= len(shares),
+    }
+    found = "; ".join(way for way, holds in ways.items() if holds)
+    return f"use one of: {found}" if found else "add recordings of other groups with these labels"
 
 
 def can_be_left_out(

@@ -358,16 +358,19 @@ def evaluation_answer(
     if brief and e.leaky:  # the first reason
         stamp, *others = e.stamps[0].split("; ")
         lines = [stamp + " (and more: --full)" * bool(others or e.stamps[1:])]
-    lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
-    lines += [f"not shown to be better than: {', '.join(worse)}"] * bool(worse and level == "yes")
     cautions = [caution for caution in e.cautions if caution not in new]
     more = f" (and {len(cautions) - 1} more: --full)" * (brief and len(cautions) > 1)
     cautions = cautions[:1] if brief else cautions
-    lines.append(f"at a new {by if e.has_groups else 'sensor'}: {new}")
-    promised = e.details.get("promised")
-    if promised is not None and "nan" not in accuracy:
-        lines.append(f"{accuracy}; cross-validation promised {promised:.2f}")
-    return [*lines, *(f"caution: {caution}{more}" for caution in cautions)]
+    promised = [e.details.get("promised")] * ("nan" not in accuracy)
+    return [
+        *lines,
+        f"{found} (threshold {e.detector.threshold:.2f})",
+        f"better than a level meter: {level}",
+        *[f"not shown to be better than: {', '.join(worse)}"] * bool(worse and level == "yes"),
+        f"at a new {by if e.has_groups else 'sensor'}: {new}",
+        *(f"{accuracy}; cross-validation promised {value:.2f}" for value in promised if value is not None),
+        *(f"caution: {caution}{more}" for caution in cautions),
+    ]
 
 # %% ../../../nbs/detector/evaluate/evaluation.ipynb #c81529ce
 def score_baselines(

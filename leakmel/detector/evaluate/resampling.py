@@ -632,8 +632,11 @@ def generalisation(
         for row in (row for row in rows if row["by"] in tested):
             result = tested[row["by"]]
             values = result.to_dict()
-            row |= {n: values[n] for n in ("recordings", "leaks", "kinds", "verdict", "beats")}
-            row |= {"method": result.method, "models": {n: m.summary for n, m in result.models.items()}}
+            row |= {
+                **{n: values[n] for n in ("recordings", "leaks", "kinds", "verdict", "beats")},
+                "method": result.method,
+                "models": {n: m.summary for n, m in result.models.items()},
+            }
             hardest.append(([row["by"], *row["same_groups"]][-1], result.groups, result.scores["detector"]))
         areas = {name: np.nan_to_num(result.detector.figures["auc"]) for name, result in tested.items()}
         rows.sort(key=lambda row: -areas.get(row["by"], -1))

@@ -52,10 +52,16 @@ class Groups:
         return _WORDS.get(self.by, "group")
 
 
-def encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
-    "Group recordings by a value of each."
+def encode_groups(
+    by: str,
+    values: np.ndarray,
+    note: str = "",  # empty: recordings without a value are told
+) -> Groups:
+    "Group recordings by a value of each; those without one are a group."
+    n = int(np.count_nonzero(values == ""))
+    missing = f"{n:,} of {len(values):,} recordings have no {group_name(by)} and form one group" * (n > 0)
     names, code = np.unique(values.astype(np.str_), return_inverse=True)
-    return Groups(by, code.astype(np.int64), tuple(n or "(none)" for n in names.tolist()), note)
+    return Groups(by, code.astype(np.int64), tuple(n or "(none)" for n in names.tolist()), note or missing)
 
 
 _PIECE_MARK = re.compile(r"[_~ -]+(?:t|part|piece|clip|seg|segment|chunk)[_-]?\d+$", re.IGNORECASE)
@@ -83,10 +89,7 @@ def recording_groups(
     Where the sensor of some is not known: by night, else by what pieces were cut from, else each alone.
     """
     if not (isinstance(group, str) and group == "sensor"):
-        values = group_values(table, group, missing="one")
-        n, name = int(np.count_nonzero(values == "")), group_name(group)
-        note = f"{n:,} of {len(values):,} recordings have no {name} and form one group"
-        return encode_groups(name, values, note if n else "")
+        return encode_groups(group_name(group), group_values(table, group, missing="one"))
 
     def known(name: str) -> bool:
         return len(table) > 0 and name in table and not (table[name].isna() | (table[name] == "")).any()

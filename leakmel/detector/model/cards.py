@@ -166,9 +166,8 @@ def is_card(f: BinaryIO) -> bool:
 
 def card_of_model(path: Path, license: str | None, progress: str) -> export.Card:
     "Make the card of a detector."
-    detector = load_detector(path)
     digests = export.card_digests([path], progress)
-    text = model_card(detector, path.name, license=license, digest=digests[show_path(path.name)])
+    text = model_card(load_detector(path), path.name, license=license, digest=digests[show_path(path.name)])
     return export.Card(text, license or export.NOT_GIVEN, digests)
 
 # %% ../../../nbs/detector/model/cards.ipynb #b4435879

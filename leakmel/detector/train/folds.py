@@ -97,11 +97,9 @@ def find_grouping(
         if e.code != "unknown-column":
             raise
         return none, {"code": e.code, "reason": f"The recordings have no column {show_path(name)}."}
-    n = int(np.count_nonzero(values == ""))
-    if n == len(values):
+    if (values == "").all():
         return none, {"code": "no-group", "reason": f"No recording has a {group_name(name)}."}
-    note = f"{n:,} of {len(values):,} recordings have no {group_name(name)} and form one group"
-    return joined_groups(table, stats.encode_groups(name, values, note if n else "")), {}
+    return joined_groups(table, stats.encode_groups(name, values)), {}
 
 
 def make_folds(

@@ -460,9 +460,8 @@ def _verdict(
     # an error of speed or clocks does not say outside
     half_m = Z95 * math.hypot(errors_m["delay"], errors_m["distance"])
     places = (pipe.position_m(delay_s, c) for c in (pipe.speed_m_s, *(pipe.range_m_s or ())))
-    if not any(half_m < x < pipe.distance_m - half_m for x in places):
-        return "outside", ()
-    return "leak", (place,)
+    is_inside = any(half_m < x < pipe.distance_m - half_m for x in places)
+    return ("leak", (place,)) if is_inside else ("outside", ())
 
 
 _NOTES = {

@@ -269,8 +269,12 @@ def bench_build(
     for i in range(-1, rounds):
         for name, words in SETTINGS.items():
             done = run_build(root, out / name.replace(", ", "-").replace(" ", "-"), words, n_files)
-            figures = {key: done.body[key] for key in ("seconds", "files_per_s", "found")}
-            figures |= {"process_s": done.wall_s, "cpu_s": done.cpu_s, "peak_rss_bytes": done.peak_rss_bytes}
+            figures = {
+                **{key: done.body[key] for key in ("seconds", "files_per_s", "found")},
+                "process_s": done.wall_s,
+                "cpu_s": done.cpu_s,
+                "peak_rss_bytes": done.peak_rss_bytes,
+            }
             kept[name] += [figures] if i >= 0 else []
             when = "warm-up" if i < 0 else f"round {i + 1} of {rounds}"
             log(f"{when}: {name}: {figures['files_per_s']:,.0f} files/s, {done.cpu_s:.2f} s of CPU")
@@ -461,9 +465,10 @@ def candidates(
     }
     values: dict[str, tuple[int, ...]] = {"read_ahead": (1024, 0, 256), **(gpu if on_device else cpu)}
     values["files_per_batch"] = tuple(n for n in sizes if 2 * workers.compute_workers * n <= n_files)
-    tried = [{name: n} for name, ns in values.items() for n in ns if getattr(workers, name, None) != n]
-    if not on_device:
-        tried.append({"read_workers": 2 * cores, "slots": 8 * cores})
+    tried = [
+        *({name: n} for name, ns in values.items() for n in ns if getattr(workers, name, None) != n),
+        *[{"read_workers": 2 * cores, "slots": 8 * cores}] * (not on_device),
+    ]
     return {DEFAULT: {}} | {", ".join(f"{key} {n}" for key, n in each.items()): each for each in tried}
 
 # %% ../../../nbs/extras/machine/bench.ipynb #72b41bea

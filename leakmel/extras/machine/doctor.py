@@ -481,9 +481,8 @@ def check_line(key: str, folder: Path) -> Check:
         is_absent = isinstance(e, ImportError) or getattr(e, "code", "") in ("engine-missing", "no-device")
         kind = "" if isinstance(e, LeakmelError) else f"{type(e).__name__}: "
         found = f"not measured: {kind}{e}".rstrip(": ")
-        advice = "Correct the cause that the error names, then run leakmel machine doctor again"
-        if is_absent and not line.needed:
-            advice = "Nothing is wrong unless you want to use it"
+        wrong = "Correct the cause that the error names, then run leakmel machine doctor again"
+        advice = "Nothing is wrong unless you want to use it" if is_absent and not line.needed else wrong
         return Check(key, line.title, "missing" if is_absent else "warn", found, advice, line.needed)
     advice = "" if line.is_right(figures) else line.remedy
     status = "missing" if (None in figures.get("versions", {}).values()) else "warn" if advice else "ok"

@@ -656,19 +656,21 @@ class FetchedSet:
         f, counts = self.facts, self.facts["counts"]
         labels = ", ".join(f"{name} {n:,}" for name, n in counts.items() if name.isupper())
         n = sum(not file["published"] for file in f["files"])
-        lines = [
-            f"{show_path(self.path)}{' (complete before)' if self.was_complete else ''}",
-            f"  {counts['recordings']:,} recordings ({labels}) in {counts['groups']:,} groups: {f['group_rule']}",
-            *[f"  not compared with a published checksum: {n:,} files; their digests are in {SET_FILE}"]
-            * (n > 0),
-        ]
         notes = {
             "DIFFERENT from the description": "differences",
             "warning": "warnings",
             "known fault": "known_faults",
         }
-        lines += [f"  {head}: {text}" for head, name in notes.items() for text in f[name]]
-        return "\n".join([*lines, "next:", *(f"  {command}" for command in self.commands)])
+        lines = [
+            f"{show_path(self.path)}{' (complete before)' if self.was_complete else ''}",
+            f"  {counts['recordings']:,} recordings ({labels}) in {counts['groups']:,} groups: {f['group_rule']}",
+            *[f"  not compared with a published checksum: {n:,} files; their digests are in {SET_FILE}"]
+            * (n > 0),
+            *(f"  {head}: {text}" for head, name in notes.items() for text in f[name]),
+            "next:",
+            *(f"  {command}" for command in self.commands),
+        ]
+        return "\n".join(lines)
 
 
 def _facts_of(
