@@ -579,7 +579,7 @@ def card(
     given = Path(os.path.abspath(path))
     is_model = not _is_data_set(given)
     if is_model:
-        from leakmel.detector.model.cards import card_name, card_of_model
+        from leakmel.detector.model.detector import card_name, card_of_model
         from leakmel.detector.model.files import model_file
 
         given = Path(os.path.abspath(model_file(given)))

@@ -43,8 +43,15 @@ from leakmel.detector.data.splits import (
     recordings_table,
 )
 from leakmel.detector.metrics import metrics, significance
-from leakmel.detector.model import card, cards, files, spectral
-from leakmel.detector.model.detector import Detector, check_features, class_scores, load_detector, score_rows
+from leakmel.detector.model import card, files, spectral
+from leakmel.detector.model.detector import (
+    Detector,
+    check_features,
+    class_scores,
+    load_detector,
+    score_rows,
+    update_card,
+)
 from leakmel.detector.model.net import LeakNet
 from leakmel.detector.model.settings import (
     RESUME,
@@ -723,7 +730,7 @@ def conclude(
         "round": {"number": number, "champion": asdict(lineage.current)},
     }
     winner = save_champion(folder, number, challenger)
-    cards.update_card(challenger, here / files.MODEL)
+    update_card(challenger, here / files.MODEL)
     kept = selection.table(champion.task).to_csv(index=False).encode("utf-8", "backslashreplace")
     record = {
         "format": "leakmel round 3",

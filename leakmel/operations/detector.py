@@ -123,10 +123,8 @@ def find_data_sets(
         note = f"built from {show_path(root)}: {origin}"
         lm.build_all(root, out_dir=folder, progress=progress)
     files = {"training": find_data_set(folder, "training")} | _in_folder(folder)
-    for part, path in (("validation", validation), ("testing", testing)):
-        if path is not None:
-            files[part] = find_data_set(path, part)
-    return files, note
+    named = {"validation": validation, "testing": testing}
+    return files | {part: find_data_set(path, part) for part, path in named.items() if path is not None}, note
 
 
 def _in_folder(folder: Path) -> dict[str, Path]:
@@ -172,8 +170,10 @@ def find_test_sets(
 
     folders = [_in_folder(user_path(p)) for p in data]
     whole = [(user_path(p) / data_set_name("")).is_file() for p in data]  # of a folder without splits
-    given = {"training": training, "validation": validation, "testing": data}
-    found = {part: [find_data_set(p, part) for p in given[part]] for part in ("training", "validation")}
+    found = {
+        part: [find_data_set(p, part) for p in own] or [files[part] for files in folders if part in files]
+        for part, own in (("training", training), ("validation", validation))
+    }
     way = "evaluate by cross-validation (leakmel train {} --cross-validate --out {}), or name the file of a test set"
     found["testing"] = [
         find_data_set(
@@ -181,8 +181,6 @@ def find_test_sets(
         )
         for p, own, is_whole in zip(data, folders, whole, strict=True)
     ]
-    for part in ("training", "validation"):
-        found[part] = found[part] or [files[part] for files in folders if part in files]
     return {part: files for part, files in found.items() if files}
 
 # %% ../../nbs/operations/detector.ipynb #80f9e743
@@ -425,13 +423,18 @@ class Train(WithTraining):
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Train and evaluate."
         from leakmel.detector.data.splits import recordings_table, sensor_command
-        from leakmel.detector.model.card import NO_SENSOR
+        from leakmel.detector.evaluate.evaluation import evaluation_answer
+        from leakmel.detector.model.card import NO_SENSOR, evaluation_text
 
         result = self.train(plan, run)
         evaluation = self.evaluate(plan, result, run)
         # a command in the first step is the one to paste
         step, _, command = next(iter(result.next_steps), "").partition("`")
-        lines = self._answer(result, evaluation, f"{step.rstrip(': ')}." if command else step)
+        known = [evaluation_text(result.detector.evaluations)]
+        found = known if evaluation is None else evaluation_answer(evaluation)
+        model = f"{show_path(result.model_path)}: {result.detector.kind} detector"
+        shown = f"{step.rstrip(': ')}." if command else step
+        lines = [result.summary["stamp"], *found[:3], shown, model, *found[3:]]
         rest = [repr(result), *([evaluation.report(run.width)] if evaluation is not None else [])]
         report: dict[str, str] = {}
         if self.report:
@@ -439,7 +442,6 @@ class Train(WithTraining):
 
             report["report"] = show_path(training_report(result, evaluation, plan.out / "report.html"))
             lines.insert(4, f"report: {report['report']}")
-        body = run_summary(result, evaluation) | report
         with lm.open_dataset(plan.files["training"], legacy=self.legacy) as ds:
             named = sensor_command(recordings_table([ds], progress="none")) if NO_SENSOR in step else ""
         then = (
@@ -450,19 +452,10 @@ class Train(WithTraining):
             "leakmel train"
         ):  # a cross-validation, with the settings of this training
             unused = ("out", "resume", "allow_leaky_split", "evaluation", "checkpoints", "report")
-            out = free_name(f"{self.out}-folds")
-            then = self.typed("--cross-validate", "--out", out, leave_out=unused)
-        return Outcome(result, body, run.answer(lines, rest, next=named or then))
-
-    def _answer(self, result: "lm.TrainResult", evaluation: "lm.Evaluation | None", step: str) -> list[str]:
-        "Return what a person acts on: the detector, its evaluation, and the next step."
-        from leakmel.detector.evaluate.evaluation import evaluation_answer
-        from leakmel.detector.model.card import evaluation_text
-
-        known = evaluation_text(result.detector.evaluations)
-        lines = [known] if evaluation is None else evaluation_answer(evaluation)
-        model = f"{show_path(result.model_path)}: {result.detector.kind} detector"
-        return [result.summary["stamp"], *lines[:3], step, model, *lines[3:]]
+            then = self.typed("--cross-validate", "--out", free_name(f"{self.out}-folds"), leave_out=unused)
+        return Outcome(
+            result, run_summary(result, evaluation) | report, run.answer(lines, rest, next=named or then)
+        )
 
     def resample(
         self, files: Sequence[Path], out: Path, run: Run

@@ -54,8 +54,7 @@ from leakmel.detector.model.card import (
     find_overlap,
     provenance_of,
 )
-from leakmel.detector.model.cards import update_card
-from leakmel.detector.model.detector import Detector, load_detector, score_rows
+from leakmel.detector.model.detector import Detector, load_detector, score_rows, update_card
 from leakmel.detector.model.files import CHAMPION_FILE, model_file, pick_device, require_result
 from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.detector.train.state import Sources, row_digests, too_short, trailing_silence
@@ -514,9 +513,10 @@ def _evaluation(
         )
         for rule in dict.fromkeys((detector.vote, *votes))  # its own first
     }
-    has_both = training is not None and 0 < training.is_leak.sum() < len(training.rows)
     simple = (
-        score_baselines(boot, ds, training, parts.get("validation"), progress=progress) if has_both else {}
+        score_baselines(boot, ds, training, parts.get("validation"), progress=progress)
+        if training is not None and 0 < training.is_leak.sum() < len(training.rows)
+        else {}
     )
     own = ways[detector.vote]
     verdict, notes = judge(boot, own, simple, detector.kind == "spectral", metric)
@@ -590,8 +590,7 @@ def evaluate(
         for name in asked:
             require_choice(f"the {what} is unknown", name, choices)
     given = {"training": training, "validation": validation}
-    twice = [name for name, own in given.items() if own is not None and (split is not None or name == part)]
-    if twice:
+    if twice := [n for n, own in given.items() if own is not None and (split is not None or n == part)]:
         raise UsageError(
             "a part of the data is given twice",
             code="given-twice",

@@ -351,12 +351,12 @@ class HeldOutScores:
 
 # %% ../../../nbs/detector/metrics/metrics.ipynb #de000006
 MIN_ISOTONIC = 1000  # recordings
-_MIN_SCORE = 1e-6  # the logit of 0 is infinite
+MIN_PROBABILITY = 1e-6  # the logit of 0 is infinite
 
 
 def logit(score: np.ndarray | float) -> np.ndarray:
     "Return the logit of scores, which are kept off 0 and 1."
-    p = np.clip(np.asarray(score, np.float64), _MIN_SCORE, 1 - _MIN_SCORE)
+    p = np.clip(np.asarray(score, np.float64), MIN_PROBABILITY, 1 - MIN_PROBABILITY)
     return np.log(p / (1 - p))
 
 

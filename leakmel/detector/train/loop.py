@@ -34,8 +34,7 @@ from leakmel.core.progress import announce
 from leakmel.detector.data.splits import Group, Split, recordings_table
 from leakmel.detector.model import files
 from leakmel.detector.model.card import evaluation_result, evaluation_text
-from leakmel.detector.model.cards import is_card, update_card
-from leakmel.detector.model.detector import Detector, load_detector, steps_of
+from leakmel.detector.model.detector import Detector, is_card, load_detector, steps_of, update_card
 from leakmel.detector.model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
 from leakmel.detector.train import state as states
 from leakmel.detector.train.folds import (

@@ -283,8 +283,7 @@ def _duplicates(found: ReviewRecordings) -> Iterable[_Ranked]:
     labelled = found.table[found.table["label"] != ""]
     for numbers in labelled[labelled["digest"].duplicated(keep=False)].groupby("digest").groups.values():
         first, *others = (found.recordings[i] for i in numbers)
-        differ = [r for r in others if _label_key(r.label) != _label_key(first.label)]
-        if differ:
+        if differ := [r for r in others if _label_key(r.label) != _label_key(first.label)]:
             copies = ", ".join(f"{show_path(r.path)} ({show_path(r.label)})" for r in differ[:3])
             yield (first.Index, first.Index, f"the same samples as {copies}")
 
