@@ -897,13 +897,9 @@ def retrain(
                 warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=2)
             scores = scored(class_scores, holder, new, "predicting")
             selection, again = choose_items(holder, parts, scores, human_labels, earlier, rules, number)
-            facts = {
-                "number": number,
-                "stamps": stamps,
-                "rules": asdict(rules),
-                "settings": json.loads(json.dumps(asdict(own))),
-                **items_record(parts, holder.task, selection, again),
-            }
+            plain = json.loads(json.dumps({"rules": asdict(rules), "settings": asdict(own)}))
+            learned_from = items_record(parts, holder.task, selection, again)
+            facts = {"number": number, "stamps": stamps, **plain, **learned_from}
             if lineage is None:
                 lineage = files.Lineage((save_champion(folder, 0, holder),), digest)
                 files.write_lineage(folder, lineage)

@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../../nbs/detector/data/segments.ipynb #3b30aff2
 import logging
-import math
 import os
 import re
 import zlib
@@ -673,7 +672,7 @@ class BatchOrder:
         if self._made[0] != epoch:
             rng = np.random.default_rng([self.seed, epoch])
             # a share above 1 draws the items again and again
-            parts = [p for _ in range(max(1, math.ceil(self.epoch_share))) for p in self._all_items(rng)]
+            parts = [p for _ in range(max(1, int(np.ceil(self.epoch_share)))) for p in self._all_items(rng)]
             ends = np.minimum(np.cumsum([len(p) for p in parts]), self.n_items)
             self._made = epoch, np.concatenate(parts)[: self.n_items], np.unique(ends)
         return self._made[1:]

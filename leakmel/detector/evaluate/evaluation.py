@@ -340,16 +340,13 @@ def evaluation_answer(
     unchecked = next((caution for caution in e.cautions if "was not checked" in caution), "")
     truth = e.table["leak"].to_numpy(bool)
     held = min(len(np.unique(e.groups.code[own])) for own in (truth, ~truth))
-    accuracy, few = (
-        f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}",
-        how_many(held, noun_of(by)),
-    )
+    accuracy = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}"
+    few = f"a label comes from {how_many(held, noun_of(by))}, and {stats.MIN_GROUPS} are needed"
     answers_at_new = {
         "cannot be told from a leaky split": e.leaky,
         f"cannot be told. {unchecked}": unchecked,
         "cannot be told, because the sensors of the recordings are not known": not e.has_groups,
-        f"cannot be told, because a label comes from {few}, and {stats.MIN_GROUPS} are needed": held
-        < stats.MIN_GROUPS,
+        f"cannot be told, because {few}": held < stats.MIN_GROUPS,
         f"{accuracy}{e.detector.intervals['balanced_accuracy'].in_brackets('.2f')}": True,
     }
     new = next(text for text, holds in answers_at_new.items() if holds)

@@ -8,7 +8,6 @@ __all__ = ['CrossValidation', 'cross_validate', 'Generalisation', 'generalisatio
 # %% ../../../nbs/detector/evaluate/resampling.ipynb #cv000003
 import importlib.util
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -534,7 +533,7 @@ class Generalisation(Resampled):
         }
         fig = auc_figure(
             pd.DataFrame(points),
-            re.split(r"[.:] ", self.answer["text"])[0],
+            self.answer["text"].replace(": ", ". ").partition(". ")[0],
             "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals",
             axis,
         )

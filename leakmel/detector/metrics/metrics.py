@@ -142,7 +142,8 @@ def why_undefined(
 ) -> dict[str, str]:
     "Explain which figures are undefined, of labels [B] and scores [B]: only for figures that are NaN."
     c = confusion(y_true, score, threshold)
-    n, no_leak = sum(vars(c).values()), not c.true_leak + c.missed_leak
+    n = sum(vars(c).values())
+    no_leak = not c.true_leak + c.missed_leak
     reasons = (  # the first one that holds counts
         (not n, "no recording", FIGURES),
         (no_leak, "no recording is a leak", ("balanced_accuracy", "sensitivity", "auc")),

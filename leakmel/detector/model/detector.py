@@ -7,7 +7,6 @@ __all__ = ['update_card']
 
 # %% ../../../nbs/detector/model/detector.ipynb #a4e28ae7
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,7 +73,7 @@ class BlendClassifier(nn.Module):
         super().__init__()
         sizes = [member.settings.n_classes for member in members]
         is_whole = len(sizes) == len(settings.slopes) == len(settings.offsets) > 0
-        is_whole &= all(map(math.isfinite, (*settings.slopes, *settings.offsets)))
+        is_whole &= bool(np.isfinite((*settings.slopes, *settings.offsets)).all())
         if not is_whole or not 0 <= settings.leak < min(sizes):
             raise UsageError(
                 "the members of a blend do not fit its calibrations or its leak class",

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -598,7 +597,7 @@ def _reliability(detector: Detector, trainer: FoldTrainer) -> tuple[Brier, ...]:
                 found[name] = detector.with_held_out(
                     choice.segment_scores, truth, choice.groups, name
                 ).reliability
-    return tuple(chain.from_iterable(found.values()))
+    return tuple(brier for own in found.values() for brier in own)
 
 
 def with_decision(

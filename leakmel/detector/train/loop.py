@@ -19,7 +19,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
-from types import FrameType
 from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
@@ -205,7 +204,7 @@ class DeferredSignals:
         if exc[0] is None:
             self.deliver()
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _remember(self, number: int, frame: Any) -> None:
         self.came.append(number)
         if len(self.came) > 1:
             self.deliver()

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 
 from leakmel import __version__
 from leakmel.core.errors import DataError, UsageError, how_many, show_path
@@ -600,7 +599,7 @@ class BestEpoch:
     "The best epoch so far; plain values and tensors, as checkpoints hold them."
 
     epoch: int
-    net: dict[str, Tensor]  # its weights, in the memory of the host
+    net: dict[str, torch.Tensor]  # its weights, in the memory of the host
     chosen: DecisionRule  # vote and thresholds
 
 
