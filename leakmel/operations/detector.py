@@ -306,7 +306,6 @@ class WithTraining(Operation):
         files, note = self.find(run)
         if self.validation == "none" and self.group is None:
             files.pop("validation", None)
-        rows = {"data": note} | {part: show_path(path) for part, path in files.items()}
         labels = vars(self).get("labels")  # a search has none
         read = {part: path for part, path in files.items() if part in parts}
         # by label names: recordings for testing may have been built alone
@@ -317,6 +316,7 @@ class WithTraining(Operation):
             if by_name:
                 Segments(opened["testing"], level="recording", task=task, preload_to_ram=False)
         given: dict[str, Any] = {"training": files["training"], "validation": files.get("validation")}
+        divided = {}
         if self.group is not None:
             every = list(files.values())
             split = group_split(
@@ -332,17 +332,22 @@ class WithTraining(Operation):
                 progress=run.progress,
             )
             given = {"training": every, "split": split}
-            rows["split"] = f"{split!r}. {split.method}"
+            divided = {"split": f"{split!r}. {split.method}"}
         own = values_of(self, "settings checkpoints device allow_leaky_split legacy resume")
         given |= self.of_task | {"labels": labels} | own
-        rows["leak"] = f"{show_path(task.leak_label)} ({self.kind})"
-        if labels is not None:
-            rows["labels"] = f"by people, {show_path(labels)}"
         values = {f.name: (getattr(self.settings, f.name), f.default) for f in fields(self.settings)}
         changes = [f"{name} {v}" for name, (v, default) in values.items() if v != default]
-        rows |= {"settings": ", ".join(changes) or "defaults", "device": device}
-        if left := list_checkpoints(out / "checkpoints"):
-            rows["resume"] = f"{self.resume}; the folder has a checkpoint of step {left[-1].step:,}"
+        left = [f"{c.step:,}" for c in list_checkpoints(out / "checkpoints")][-1:]
+        rows = {
+            "data": note,
+            **{part: show_path(path) for part, path in files.items()},
+            **divided,
+            "leak": f"{show_path(task.leak_label)} ({self.kind})",
+            **({} if labels is None else {"labels": f"by people, {show_path(labels)}"}),
+            "settings": ", ".join(changes) or "defaults",
+            "device": device,
+            **({"resume": f"{self.resume}; the folder has a checkpoint of step {left[0]}"} if left else {}),
+        }
         return DetectorPlan(rows, out, given, files)
 
 # %% ../../nbs/operations/detector.ipynb #73460649
@@ -606,9 +611,8 @@ class Evaluate(Operation):
             "votes": ", ".join(self.votes),
             "intervals": f"over each {self.group}",
             "device": device,
+            **({} if self.labels is None else {"labels": f"by people, {show_path(self.labels)}"}),
         }
-        if self.labels is not None:
-            inputs["labels"] = f"by people, {show_path(self.labels)}"
         given = {
             "model": model,
             "data": parts["testing"],
@@ -724,15 +728,17 @@ class Predict(Operation):
         out = self.out and user_path(self.out)
         if run.keeps:
             out = run_folder(self.out, "predict") / "predictions.csv"
-        shown = {
+        given = {
+            **plan.given,
             "model": detector,
             "device": device,
             "out": out,
             "all_columns": self.all_columns or "all" in words,
+            **values_of(
+                self,
+                "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster",
+            ),
         }
-        given = {**plan.given, **shown} | values_of(
-            self, "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster"
-        )
         inputs = {
             **plan.inputs,
             "spec": repr(detector.spec),

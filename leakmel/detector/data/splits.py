@@ -339,9 +339,8 @@ def find_shared(
         "recording": names_by_sensor(table, stems),
         "content": table["content"].to_numpy(object),
     } | dict(grouped_by or {})
-    show = {"sensor": _texts(table, "sensor", str)}
-    if "path" in table:
-        show["content"] = table["path"].to_numpy(object)
+    paths = {"content": table["path"].to_numpy(object)} if "path" in table else {}
+    show = {"sensor": _texts(table, "sensor", str)} | paths
     found = [shared_values(v, part, names, kind, show.get(kind)) for kind, v in columns.items()]
     covered = np.any([_in_several(values, part) for values in columns.values()], axis=0)
     dated = with_date(table)

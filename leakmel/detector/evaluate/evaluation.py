@@ -156,16 +156,20 @@ class Evaluation:
         truth = self.table["leak"].to_numpy(bool)
         stamp = f"{LEAKY_SPLIT} " if self.leaky else ""
         verdict = self.verdict if self.baselines else None
-        found = {
+        groups = (
+            {"groups": plots.group_figure(truth, self.detector, self.groups, stamp=stamp)}
+            if self.has_groups
+            else {}
+        )
+        return {
             "roc": plots.roc_figure(
                 truth, [*self.votes.values()], [*self.baselines.values()], verdict=verdict, stamp=stamp
             ),
             "confusion": plots.confusion_figure(truth, self.detector, self.task.leak_label, stamp=stamp),
             "reliability": plots.reliability_figure(self.calibration, self.calibrated, stamp=stamp),
+            **groups,
+            "errors": plots.errors_figure(self.worst, self.spec, stamp=stamp),
         }
-        if self.has_groups:
-            found["groups"] = plots.group_figure(truth, self.detector, self.groups, stamp=stamp)
-        return found | {"errors": plots.errors_figure(self.worst, self.spec, stamp=stamp)}
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -382,17 +386,20 @@ def score_baselines(
     truth = np.concatenate([part.is_leak for part in parts])
     n, m = len(training.rows), len(ds.rows)
     validated = truth[n + m :]
+    has_both = 0 < validated.sum() < len(validated)
     features = baseline_features(*parts, progress=progress)
-    found = {}
-    for name, score in fold_baselines(features, truth, np.arange(n), np.arange(n, len(truth))).items():
-        chosen: dict[str, Any] = {}
-        if 0 < validated.sum() < len(validated):
-            chosen = {
-                "threshold": metrics.best_threshold(validated, score[m:]),
-                "threshold_from": "validation",
-            }
-        found[name] = stats.score_model(boot, score[:m], name=name, title=BASELINE_TITLES[name], **chosen)
-    return found
+    scores = fold_baselines(features, truth, np.arange(n), np.arange(n, len(truth)))
+    return {
+        name: stats.score_model(
+            boot,
+            score[:m],
+            name=name,
+            title=BASELINE_TITLES[name],
+            threshold=metrics.best_threshold(validated, score[m:]) if has_both else 0.5,
+            threshold_from="validation" if has_both else metrics.UNCHOSEN,
+        )
+        for name, score in scores.items()
+    }
 
 # %% ../../../nbs/detector/evaluate/evaluation.ipynb #633af05c
 @contextmanager
@@ -491,14 +498,15 @@ def _evaluation(
     how: Mapping[str, Any],  # options of `score_rows`: device and files per batch
     progress: str,
     seed: int,  # of permutations
-    **found: Any,  # model, stamps and cautions of the result
+    cautions: Sequence[str],
+    **found: Any,  # model and stamps of the result
 ) -> Evaluation:
     "Score the test set, and compare the scores with labels and baselines."
     ds, training = parts[part], parts.get("training")
     began = time.perf_counter()
     with Progress(len(ds.rows), label=f"scoring {part}", show=progress) as bar:
         segments = score_rows(detector, ds, progress=bar.update, **how)
-    found["seconds"] = time.perf_counter() - began
+    seconds = time.perf_counter() - began
     ways = {
         rule: stats.score_model(
             boot,
@@ -517,7 +525,6 @@ def _evaluation(
     )
     own = ways[detector.vote]
     verdict, notes = judge(boot, own, simple, detector.kind == "spectral", metric)
-    found["cautions"] = (*found["cautions"], *notes)
     calibration = None if detector.held_out is None else metrics.fit_calibration(detector.held_out)
     probability = None if calibration is None else calibration.probability(np.clip(own.score, 0, 1))
     table = recordings_of(ds).assign(
@@ -546,6 +553,8 @@ def _evaluation(
             v: {b: stats.differences(boot, j, s) for b, s in simple.items()} for v, j in ways.items()
         },
         verdict=verdict,
+        cautions=(*cautions, *notes),
+        seconds=seconds,
         control=stats.permutation_test(boot.truth, own.score, boot.groups, seed=seed),
         calibration=metrics.reliability(boot.truth, np.clip(metrics.vote_scores(segments, "mean"), 0, 1)),
         calibrated=None if probability is None else metrics.reliability(boot.truth, probability),

@@ -495,17 +495,17 @@ class Generalisation(Resampled):
                 rows.append(("left out", f"{title}: {g['left_out']['reason']}"))
                 continue
             found = self.tested[g["by"]]
-            rows.append(("by", f"{title}: {how_many(g['groups'], 'group')}, {figures_text(found.detector)}"))
-            if len(found.seeds) > 1:
-                reach = found.seeds["balanced_accuracy"]
-                text = f"balanced accuracy {reach.min():.3f} to {reach.max():.3f} with {len(reach)} seeds of the folds"
-                rows.append(("", text))
+            reach = found.seeds["balanced_accuracy"]
+            seeds = f"balanced accuracy {reach.min():.3f} to {reach.max():.3f} with {len(reach)} seeds of the folds"
             simple = {f"{m.title} {m.figures['auc']:.3f}": m.figures["auc"] for m in found.baselines.values()}
-            rows.append(("", f"AUC of baselines: {', '.join(simple)}"))
-            if better := [text for text, auc in simple.items() if auc >= found.detector.figures["auc"]]:
-                rows.append(("better", f"{', '.join(better)}: not below the detector, by {title}"))
-            if g["note"]:
-                rows.append(("", f"{g['note']}."))
+            better = ", ".join(text for text, auc in simple.items() if auc >= found.detector.figures["auc"])
+            rows += [
+                ("by", f"{title}: {how_many(g['groups'], 'group')}, {figures_text(found.detector)}"),
+                *[("", seeds)] * (len(reach) > 1),
+                ("", f"AUC of baselines: {', '.join(simple)}"),
+                *[("better", f"{better}: not below the detector, by {title}")] * bool(better),
+                *[("", f"{g['note']}.")] * bool(g["note"]),
+            ]
         return [*rows, ("answer", self.answer["text"]), *super().rows()]
 
     def to_dict(self) -> dict[str, Any]:

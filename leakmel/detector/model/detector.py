@@ -337,6 +337,8 @@ class Detector:
             "evaluations": [asdict(e) for e in self.evaluations],
             "reliability": [asdict(b) for b in self.reliability],
         }
+        held_out = {} if self.held_out is None else vars(self.held_out)
+        arrays = {n: v if isinstance(v, str) else torch.from_numpy(v) for n, v in held_out.items()}
         values = {
             "format": FORMAT,
             "detector": json.dumps(head, allow_nan=False),
@@ -345,11 +347,8 @@ class Detector:
                 **{n: torch.from_numpy(getattr(self.provenance, n)) for n in card.MARKS},
                 "is_all": self.provenance.is_complete,
             },
+            **({"held_out": arrays} if arrays else {}),
         }
-        if self.held_out is not None:
-            values["held_out"] = {
-                n: v if isinstance(v, str) else torch.from_numpy(v) for n, v in vars(self.held_out).items()
-            }
         target = Path(path)
         look = partial(require_kind, target, "detector", lambda f: bool(_DETECTOR_HEADER.match(f.read(512))))
         written = write_whole(target, plain_bytes(values), sync=sync, look=look)

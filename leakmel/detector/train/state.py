@@ -575,11 +575,12 @@ class EpochSums:
         "Return figures of the epoch, named as in `EpochFigures`. Waits for the device."
         norms = torch.cat(self.norms).cpu().numpy().astype(np.float64)
         norms = norms[np.isfinite(norms)]  # the others were left out: half precision had overflowed
-        found: dict[str, Any] = {"loss": self.mean_loss(), "segment_accuracy": int(self.n_correct) / self.n}
-        if len(norms):
-            found["grad_norm"] = float(norms.mean())
-            found["clipped_share"] = float((norms > (clip_norm or math.inf)).mean())
-        return found
+        found = {"loss": self.mean_loss(), "segment_accuracy": int(self.n_correct) / self.n}
+        clipped = norms > (clip_norm or math.inf)
+        of_norms = (
+            {"grad_norm": float(norms.mean()), "clipped_share": float(clipped.mean())} if len(norms) else {}
+        )
+        return found | of_norms
 
     def state_dict(self) -> dict[str, Any]:
         "Return tensors and plain values."

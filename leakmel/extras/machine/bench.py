@@ -452,9 +452,9 @@ def candidates(
 ) -> dict[str, dict[str, int]]:  # name -> fields of PipelineConfig; the defaults first
     "Return the settings to try on this machine."
     cores, half = usable_cores(), max(1, usable_cores() // 2)
-    sizes: tuple[int, ...] = (256, 1024, 128, 2048) if on_device else (64, 256, 32, 8)
-    if workers.files_per_batch != full.files_per_batch:  # a small sample cannot tell about large batches
-        sizes = ()
+    usual = (256, 1024, 128, 2048) if on_device else (64, 256, 32, 8)
+    # a small sample cannot tell about large batches
+    sizes = usual if workers.files_per_batch == full.files_per_batch else ()
     cpu: dict[str, tuple[int, ...]] = {"compute_workers": (2 * cores, half), "read_workers": (cores,)}
     gpu: dict[str, tuple[int, ...]] = {
         "gpu_streams": (1, 4),
@@ -463,8 +463,11 @@ def candidates(
         "read_workers": (half, 2 * cores),
         "write_workers": (half,),
     }
-    values: dict[str, tuple[int, ...]] = {"read_ahead": (1024, 0, 256), **(gpu if on_device else cpu)}
-    values["files_per_batch"] = tuple(n for n in sizes if 2 * workers.compute_workers * n <= n_files)
+    values: dict[str, tuple[int, ...]] = {
+        "read_ahead": (1024, 0, 256),
+        **(gpu if on_device else cpu),
+        "files_per_batch": tuple(n for n in sizes if 2 * workers.compute_workers * n <= n_files),
+    }
     tried = [
         *({name: n} for name, ns in values.items() for n in ns if getattr(workers, name, None) != n),
         *[{"read_workers": 2 * cores, "slots": 8 * cores}] * (not on_device),

@@ -800,8 +800,8 @@ def review_kinds() -> Kinds:
 def review_of(parameters: dict[str, Any], *, progress: str = "auto") -> ReviewApp:
     "Open the review that the parameters of review.ipynb describe, as `review_kinds` lists them; raises LeakmelError."
     given = {name: value for name, value in parameters.items() if name != "data_root" and value != ""}
-    given["tables"] = [word.strip() for word in parameters["tables"].split(",") if word.strip()]
-    return review(parameters["data_root"], progress=progress, **given)
+    tables = [word.strip() for word in parameters["tables"].split(",") if word.strip()]
+    return review(parameters["data_root"], progress=progress, **given | {"tables": tables})
 
 
 def review(
