@@ -1966,8 +1966,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'leakmel/detector/model/files.py'),
                                               'leakmel.detector.model.files.Lineage.current': ( 'detector/model/files.html#lineage.current',
                                                                                                 'leakmel/detector/model/files.py'),
-                                              'leakmel.detector.model.files.Lineage.follow': ( 'detector/model/files.html#lineage.follow',
-                                                                                               'leakmel/detector/model/files.py'),
                                               'leakmel.detector.model.files._first_line': ( 'detector/model/files.html#_first_line',
                                                                                             'leakmel/detector/model/files.py'),
                                               'leakmel.detector.model.files.champion_file': ( 'detector/model/files.html#champion_file',

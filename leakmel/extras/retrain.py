@@ -671,7 +671,7 @@ def finish_interrupted_round(folder: Path) -> files.Lineage | None:
         if winner.round != number:
             raise ValueError(f"a challenger of round {winner.round}")
     files.require_digest(folder / winner.model, winner.digest)
-    lineage = lineage.follow(winner)
+    lineage = replace(lineage, champions=(*lineage.champions, winner))
     files.write_lineage(folder, lineage)
     return lineage
 
@@ -748,7 +748,7 @@ def conclude(
     write_whole(here / "kept.csv", kept)
     write_whole(here / files.RECORD, sealed_json(record))
     if replaced:  # after the record, from which an interrupted round is finished
-        files.write_lineage(folder, lineage.follow(winner))
+        files.write_lineage(folder, replace(lineage, champions=(*lineage.champions, winner)))
     rmtree(here / "checkpoints", ignore_errors=True)  # the round is over
     announce(reason, show=show)
     return Round(

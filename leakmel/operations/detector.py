@@ -467,9 +467,13 @@ class Train(WithTraining):
     ) -> "lm.CrossValidation | lm.Generalisation | lm.LearningCurve | None":
         "Evaluate by cross-validation over the recordings of all data sets; None: not requested."
         group = self.group or "sensor"
-        own = values_of(self, "settings device legacy labels")
-        given = self.of_task | own | {"out": out, "progress": run.progress}
-        given |= {n: v for n, v in values_of(self, "n_folds seeds").items() if v is not None}
+        given = {
+            **self.of_task,
+            **values_of(self, "settings device legacy labels"),
+            **{n: v for n, v in values_of(self, "n_folds seeds").items() if v is not None},
+            "out": out,
+            "progress": run.progress,
+        }
         if self.learning_curve:
             return lm.learning_curve(files, group=group, **given)
         if not self.cross_validate:

@@ -564,13 +564,10 @@ class Correlate(Operation):
                 "a band has two ends", code="conflicting-parameters", expected="band_low_hz and band_high_hz"
             )
         speed = self._speed()
-        a: Any = None if self.a is None else user_path(self.a)
-        if a is None:
-            a = synthetic_pair(
-                position_m=0.3 * self.distance_m,
-                distance_m=self.distance_m,
-                speed_m_s=getattr(speed, "speed_m_s", speed),
-            )
+        made = {"distance_m": self.distance_m, "speed_m_s": getattr(speed, "speed_m_s", speed)}
+        a: Any = (
+            synthetic_pair(position_m=0.3 * self.distance_m, **made) if self.a is None else user_path(self.a)
+        )
         b = None if self.b is None else user_path(self.b)
         own = values_of(self, "distance_m clock_error_s offset_s distance_error_m speed_error_m_s method")
         given = {name: value for name, value in own.items() if value is not None}
@@ -695,9 +692,8 @@ class Retrain(Operation):
         note = f"the champion of {show_path(out)}"
         if run.keeps and (champion or not (out / CHAMPION_FILE).is_file()):
             champion, note = find_model(champion)
-        validation = self.validation
-        if run.keeps and not validation and all(user_path(path).is_dir() for path in self.replay):
-            validation = self.replay
+        are_folders = all(user_path(path).is_dir() for path in self.replay)
+        validation = self.replay if run.keeps and not self.validation and are_folders else self.validation
         parts = {
             "new_data": [find_data_set(path, "training") for path in self.data],
             "replay": [find_data_set(path, "training") for path in self.replay],

@@ -474,11 +474,13 @@ def _check_split(
         for k, label in enumerate(class_names)
     }
     problems = [
-        Problem("empty_label", show_path(label), f"the label has no recording in {', '.join(own)}")
-        for label, own in lacking.items()
-        if 0 < len(own) < len(parts)
+        *(
+            Problem("empty_label", show_path(label), f"the label has no recording in {', '.join(own)}")
+            for label, own in lacking.items()
+            if 0 < len(own) < len(parts)
+        ),
+        *_tied_labels(table.iloc[inside], labels[inside], class_names),
     ]
-    problems += _tied_labels(table.iloc[inside], labels[inside], class_names)
     unchecked = tuple(
         kind
         for kind, name in (("sensor", "sensor"), ("recording", "path"))

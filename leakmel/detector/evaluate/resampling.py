@@ -685,8 +685,10 @@ class LearningCurve(Resampled):
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
         n_all = f"{how_many(len(self.groups.code), 'recording')} of {how_many(len(self.groups), self.groups.word)}"
-        rows = [("detector", f"{self.asked}, {n_all}")]
-        rows += [("", f"{text.rstrip('.')}.") for text in (self.note, self.groups.note) if text]
+        rows = [
+            ("detector", f"{self.asked}, {n_all}"),
+            *(("", f"{text.rstrip('.')}.") for text in (self.note, self.groups.note) if text),
+        ]
         for p in self.table.to_dict("records"):
             part = f"{p['recordings']:,.0f} recordings of {p['groups']:,.0f} {self.groups.word}s"
             auc = f"{p['auc']:.3f}{stats.Interval(p['auc_low'], p['auc_high']).in_brackets()}"

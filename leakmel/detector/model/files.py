@@ -353,10 +353,6 @@ class Lineage:
     def current(self) -> Champion:
         return self.champions[-1]
 
-    def follow(self, champion: Champion) -> "Lineage":
-        "Return the same with a new champion."
-        return Lineage((*self.champions, champion), self.testing)
-
 # %% ../../../nbs/detector/model/files.ipynb #f2dcf426
 def write_lineage(folder: Path, lineage: Lineage) -> None:  # raises OutputError
     "Replace the file that names the champion, in one step."

@@ -613,13 +613,12 @@ def with_decision(
     found: list[
         tuple[np.ndarray, np.ndarray, stats.Groups, str]
     ] = []  # segment scores, truth, groups, and a name
-    evaluations: tuple[EvaluationRecord, ...] = ()
     if trainer is not None:
         detector = replace(detector, record=detector.record | {"choice": choice and choice.summary})
-        if choice is not None:
-            name = f"{how_many(len(choice.scored), 'recording')} in cross-validation"
-            found.append((choice.segment_scores, trainer.ds.is_leak[choice.scored], choice.groups, name))
-            evaluations = (_inner_evaluation(choice, trainer),)
+    if trainer is not None and choice is not None:
+        name = f"{how_many(len(choice.scored), 'recording')} in cross-validation"
+        found.append((choice.segment_scores, trainer.ds.is_leak[choice.scored], choice.groups, name))
+        detector = replace(detector, evaluations=(_inner_evaluation(choice, trainer),))
     if data.validation is not None:
         name = how_many(len(data.validation.rows), "validation recording")
         groups = stats.recording_groups(recordings_of(data.validation))
@@ -634,5 +633,5 @@ def with_decision(
         detector = replace(detector, **rule.options())
     group = np.concatenate([np.array(groups.names)[groups.code] for _, _, groups, _ in found])
     groups = stats.encode_groups((found[0][2] if trainer is None else trainer.groups).by, group)
-    detector = replace(detector.with_held_out(segments, is_leak, groups, source), evaluations=evaluations)
+    detector = detector.with_held_out(segments, is_leak, groups, source)
     return detector if trainer is None else replace(detector, reliability=_reliability(detector, trainer))

@@ -319,14 +319,13 @@ class TrainResult(RowTable):
         if not choice:
             return []
         groups = f"{choice['folds']} folds" if choice["folds"] > 1 else "A fifth held out"
-        texts = [
-            f"{choice['reason']} {groups} of {how_many(choice['recordings'], 'recording')}, by {choice['by']}:"
-        ]
-        for t in choice["tried"]:
-            auc = f"AUC {t['auc']:.3f} (standard error {t['error']:.3f})"
-            accuracy = f"balanced accuracy {t['balanced_accuracy']:.3f}"
-            texts.append(f"{t['kind']}: {auc}, {accuracy}, {t['seconds']:.1f} s")
-        return [("", text) for text in texts]
+        head = f"{choice['reason']} {groups} of {how_many(choice['recordings'], 'recording')}, by {choice['by']}:"
+        tried = (
+            f"{t['kind']}: AUC {t['auc']:.3f} (standard error {t['error']:.3f}), "
+            f"balanced accuracy {t['balanced_accuracy']:.3f}, {t['seconds']:.1f} s"
+            for t in choice["tried"]
+        )
+        return [("", text) for text in (head, *tried)]
 
     def _epoch_rows(self) -> list[tuple[str, str]]:
         "Return the rows on epochs."

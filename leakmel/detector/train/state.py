@@ -746,8 +746,10 @@ def _machine_use(samples: list[dict[str, Any]]) -> dict[str, Any]:
     "Memory and GPU use of an epoch; only the last sample is kept, for the next epoch."
     seen = samples.copy()  # another thread appends to it
     del samples[: len(seen) - 1]
-    found = {f"mean_{name}": mean(seen, name) for name in ("rss_bytes", "gpu_percent")}
-    found |= {f"peak_{name}": peak(seen, name) for name in ("rss_bytes", "vram_bytes")}
+    found = {
+        **{f"mean_{name}": mean(seen, name) for name in ("rss_bytes", "gpu_percent")},
+        **{f"peak_{name}": peak(seen, name) for name in ("rss_bytes", "vram_bytes")},
+    }
     return {name: math.nan if value is None else float(value) for name, value in found.items()}
 
 

@@ -723,10 +723,13 @@ def tune_table(f: Mapping[str, Any]) -> str:
     machine = "{n_cores} cores ({cpu})".format(**f["machine"])
     lines = [f"{sample}; engine {f['engine']}, {machine}"]
     for cache, scores in f["builds"].items():
-        rows: list[tuple[str, ...]] = [(f"builds, {cache} cache", "files/s", "range", "rounds")]
-        rows.extend(
-            (f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), str(x["rounds"])) for x in scores
-        )
+        rows: list[tuple[str, ...]] = [
+            (f"builds, {cache} cache", "files/s", "range", "rounds"),
+            *(
+                (f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), str(x["rounds"]))
+                for x in scores
+            ),
+        ]
         lines += ["", aligned(rows), *(f"{x['name']}: {x['failure'][:90]}" for x in scores if x["failure"])]
     lines += [
         "",
