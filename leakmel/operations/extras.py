@@ -974,13 +974,14 @@ class Cache(Operation):
         n_bytes = sum(f.n_bytes for f in files)
         there = show_path(folder) if folder.is_dir() else f"{show_path(folder)} (no such folder)"
         count = f"{'' if is_list else 'removed '}{how_many(len(files), 'cache file')}"
-        lines = [f"{count}, {size_text(n_bytes)} in {there}"]
-        for f in files:
-            what = f.problem or f"{how_many(f.recordings, 'recording')} of {f.folder}"
-            lines.append(
-                f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}"
-            )
-
+        what = [f.problem or f"{how_many(f.recordings, 'recording')} of {f.folder}" for f in files]
+        lines = [
+            f"{count}, {size_text(n_bytes)} in {there}",
+            *(
+                f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {text}"
+                for f, text in zip(files, what, strict=True)
+            ),
+        ]
         text = run.answer(
             lines, next="leakmel machine cache clear --unused-days 30" * bool(is_list and files)
         )

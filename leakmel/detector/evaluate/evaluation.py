@@ -518,19 +518,19 @@ def _evaluation(
         )
         for rule in dict.fromkeys((detector.vote, *votes))  # its own first
     }
-    simple = (
+    base = (
         score_baselines(boot, ds, training, parts.get("validation"), progress=progress)
         if training is not None and 0 < training.is_leak.sum() < len(training.rows)
         else {}
     )
     own = ways[detector.vote]
-    verdict, notes = judge(boot, own, simple, detector.kind == "spectral", metric)
+    verdict, notes = judge(boot, own, base, detector.kind == "spectral", metric)
     calibration = None if detector.held_out is None else metrics.fit_calibration(detector.held_out)
     probability = None if calibration is None else calibration.probability(np.clip(own.score, 0, 1))
     table = recordings_of(ds).assign(
         group=text_column(boot.groups.names[k] for k in boot.groups.code),
         leak=boot.truth,
-        **{f"score_{n}": j.score for n, j in (ways | simple).items()},
+        **{f"score_{n}": j.score for n, j in (ways | base).items()},
         called_leak=own.score >= own.threshold,
     )
     inside = (e.balanced_accuracy for e in detector.evaluations if e.kind == CROSS_VALIDATION)
@@ -548,10 +548,8 @@ def _evaluation(
         groups=boot.groups,
         vote=detector.vote,
         votes=ways,
-        baselines=simple,
-        differences={
-            v: {b: stats.differences(boot, j, s) for b, s in simple.items()} for v, j in ways.items()
-        },
+        baselines=base,
+        differences={v: {b: stats.differences(boot, j, s) for b, s in base.items()} for v, j in ways.items()},
         verdict=verdict,
         cautions=(*cautions, *notes),
         seconds=seconds,
