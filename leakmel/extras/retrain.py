@@ -485,10 +485,9 @@ def decide(testing: Comparison, figure: str = "auc") -> tuple[bool, str]:
         f"the challenger is worse, {name} {d} on testing": d.is_worse,
         f"the challenger is not shown to be better, {name} {d} on testing": not d.is_better,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            return False, f"The champion stays: {reason}."
-    return True, f"The challenger replaces the champion: {name} {d} on testing."
+    reason = next((text for text, holds in reasons.items() if holds), "")
+    replaces = f"The challenger replaces the champion: {name} {d} on testing."
+    return not reason, f"The champion stays: {reason}." if reason else replaces
 
 # %% ../../nbs/extras/retrain.ipynb #a8bda1d5
 def check_overlap(

@@ -70,8 +70,8 @@ def group_values(
     name = "path" if pattern else group
     if isinstance(name, str):
         table = with_date(table) if name == "date" else table
-        if name not in table and f"extra/{name}" in table:
-            name = f"extra/{name}"  # a column of the table that the data set was built from
+        # also a column of the table that the data set was built from
+        name = next((column for column in (name, f"extra/{name}") if column in table), name)
         if name not in table:
             raise UsageError(
                 "the column to group by does not exist",

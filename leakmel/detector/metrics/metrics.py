@@ -155,10 +155,7 @@ def why_undefined(
         (not c.true_leak + c.false_alarm, "no recording was classified as a leak", ("precision",)),
         (n == c.true_normal, "no recording is a leak or was classified as one", ("f1",)),
     )
-    why: dict[str, str] = {}
-    for holds, reason, figures in reasons:
-        why = (dict.fromkeys(figures, reason) if holds else {}) | why
-    return why
+    return {f: reason for holds, reason, figures in reversed(reasons) if holds for f in figures}
 
 # %% ../../../nbs/detector/metrics/metrics.ipynb #39295818
 def share_error(
