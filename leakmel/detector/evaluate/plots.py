@@ -448,13 +448,9 @@ def spectrogram_figure(
 def _picture(s: ScoredSpectrogram, spec: MelSpec | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Return [L + 1] the edges of the long segments, [C] times of columns, and [M, C] their levels."
     n_long, n_short, n_mels, n_frames = s.mels.shape
-    # of long and short segments and of frames
-    hops = (
-        (1, 1 / n_short, 1 / (n_short * n_frames))
-        if spec is None
-        else (spec.long_hop, spec.short_hop, spec.hop_length)
-    )
-    steps = [n / (1 if spec is None else spec.sample_rate) for n in hops]
+    steps = [1.0, 1 / n_short, 1 / (n_short * n_frames)]  # of long and short segments and of frames
+    if spec is not None:
+        steps = [n / spec.sample_rate for n in (spec.long_hop, spec.short_hop, spec.hop_length)]
     edges = (s.first + np.arange(n_long + 1)) * steps[0]
     times, index = style.frame_starts_s(edges[:-1], np.arange(n_short) * steps[1], n_frames, steps[2])
     first = np.arange(0, len(times), -(-len(times) // _MAX_COLUMNS))

@@ -177,8 +177,8 @@ class CrossValidation(Resampled):
     def method(self) -> str:
         "How the folds were made, a sentence."
         groups = how_many(len(self.groups), self.groups.word)
-        folds = f"{self.folds['fold'].max() + 1} folds, no {self.groups.by} in two"
-        how = f"each of {groups} was left out once" if self.is_one_out else folds
+        several = f"{self.folds['fold'].max() + 1} folds, no {self.groups.by} in two"
+        how = f"each of {groups} was left out once" if self.is_one_out else several
         seeds = "" if len(self.seeds) == 1 else f", with {len(self.seeds)} seeds"
         return f"{how_many(len(self), 'recording')} ({how_many(self.table['leak'].sum(), 'leak')}) of {groups}: {how}{seeds}"
 
