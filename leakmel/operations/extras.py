@@ -183,7 +183,7 @@ class Fetch(Operation):
     accept_unverified: bool = False
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.extras.sets.catalogue import SETS, catalogue_text
+        from leakmel.extras.sets.fetch import SETS, catalogue_text
 
         unverified = {"--accept-unverified": self.accept_unverified}
         if self.name is None:
