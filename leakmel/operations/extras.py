@@ -551,7 +551,7 @@ class Correlate(Operation):
         )
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.extras.locate.cross_spectra import synthetic_pair
+        from leakmel.extras.locate.correlate import synthetic_pair
 
         if self.distance_m is None:
             raise UsageError(
