@@ -8,9 +8,9 @@ __all__ = []
 # %% ../../../nbs/extras/nightly/handover.ipynb #ho000002
 import json
 import os
+import platform
 import re
 import smtplib
-import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -149,7 +149,7 @@ def mail(url: str, message: Message) -> None:
     server = _split(os.environ.get(MAIL_SERVER, ""))
     letter = EmailMessage()
     letter["Subject"] = f"leakmel: visit {show_path(message.sensor)}"
-    letter["From"] = os.environ.get(MAIL_SENDER) or f"leakmel@{socket.getfqdn()}"
+    letter["From"] = os.environ.get(MAIL_SENDER) or f"leakmel@{platform.node()}"
     letter["To"] = unquote(_split(url).path)
     letter["Message-ID"] = f"<{message.key}@leakmel>"
     letter.set_content("\n".join(f"{name}: {value}" for name, value in message.body.items()) + "\n")
