@@ -267,7 +267,7 @@ class History:
 
     def meta(self, name: str) -> str | None:
         "Return a stored value."
-        return dict(self.query("SELECT name, value FROM meta")).get(name)
+        return dict(self.query("SELECT name, value FROM meta WHERE name = ?", (name,))).get(name)
 
     def set_meta(self, name: str, value: str) -> None:
         "Store a value."

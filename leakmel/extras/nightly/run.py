@@ -329,7 +329,7 @@ class NightlyRun:
     @property
     def high_scores(self) -> str:
         "Name the sensors whose last score is at least 0.5, without enough evidence for a visit; empty: none."
-        high = (r for r in self.sensors if r.visit not in LISTED and (r.score or 0.0) >= 0.5)
+        high = (r for r in self.sensors if r.visit not in LISTED and not r.repair and (r.score or 0) >= 0.5)
         found: dict[str, list[str]] = {nights.RISING: [], nights.TOO_FEW: [], nights.NO_RISE: []}
         for r in sorted(high, key=lambda r: -(r.score or 0.0)):
             shown = r.leak_score if self.model == nights.WITHOUT_MODEL else f"{r.score:.2f}"
@@ -352,6 +352,11 @@ class NightlyRun:
         "Say in the first nights from which night on a leak can be listed; empty later."
         most = max((r.nights for r in self.sensors), default=0)
         return nights.first_nights(self.budget, most, len(self.sensors), self.places) if most else ""
+
+    @property
+    def repairs(self) -> dict[str, str]:
+        "What the nights since a visit that found a leak say, by sensor."
+        return {r.sensor: r.repair for r in self.sensors if r.repair}
 
     @property
     def headline(self) -> str:
@@ -419,6 +424,7 @@ class NightlyRun:
             "audits": sum(r.visit == "audit" for r in self.sensors),
             "not_healthy": sum(r.health != "ok" for r in self.sensors),
             "visits": [asdict(r) for r in self.sensors if r.visit],
+            "repairs": self.repairs,
             "visit_tables": list(self.visit_tables),
             "seconds": self.seconds,
         }
@@ -428,6 +434,7 @@ class NightlyRun:
         c = self.counts
         codes = Counter(r.code for r in self.rejected).most_common()
         first = {r.code: show_path(r.path) for r in reversed(self.rejected)}
+        repairs = [f"{sensor} {text}" for sensor, text in [*self.repairs.items()][:MAX_NAMED]]
         ill = dict[str, list[str]]()  # what is wrong -> sensors
         for r in self.sensors:
             for what in r.health.split("; ") if r.health != "ok" else ():
@@ -437,6 +444,8 @@ class NightlyRun:
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
                 *(f"  {text}" for text in (self.common_rise, self.high_scores, self.first_nights) if text),
+                *[f"  repairs: {'; '.join(repairs)}{' ...' * (len(self.repairs) > MAX_NAMED)}"]
+                * bool(repairs),
                 f"  visits, each with its reason: {show_path(self.state / VISITS_HTML)}",
                 *(
                     f"  {r.rank:>3}  {r.sensor}  {r.visit}  leak score {r.leak_score}  {r.reason}"
@@ -640,7 +649,7 @@ are independent and their scores normally distributed; similar nights in a row r
 <div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>rise</th>
 <th class='n'>leak score</th><th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
 </thead><tbody>{%- for r in done.sensors[:most] %}
-<tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }}</td><td>{{ health(r.health) }}</td>
+<tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }} {{ r.repair }}</td><td>{{ health(r.health) }}</td>
 <td class='n'>{{ evidence(r.evidence) }}</td><td class='n'>{{ '{:+.1f}'.format(r.trend) if r.trend }}</td>
 <td class='n'>{{ r.leak_score }}</td><td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td>
 <td class='n'>{{ '' if r.loudest_db is none else '{:.0f}'.format(r.loudest_db) }}</td><td class='n'>{{ r.nights }}</td><td>{{ r.last_night }}</td></tr>
@@ -764,7 +773,7 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
             path=target,
         )
     kind = "table of a nightly run"
-    require_kind(target / SENSORS_CSV, kind, lambda file: has_columns(file, nights.SENSOR_COLUMNS))
+    require_kind(target / SENSORS_CSV, kind, lambda file: has_columns(file, nights.SENSOR_COLUMNS[:15]))
     require_kind(target / VISIT_LABELS_CSV, "table of labels", lambda file: has_columns(file, LABELS_COLUMNS))
     require_result(target / SENSORS_JSON, kind, f'{{"format": "{FORMAT}"'.encode())
     require_result(target / VISITS_HTML, kind, PAGE_BEGINS.encode())
@@ -927,7 +936,9 @@ def nightly(
         if pattern:
             history.set_meta("pattern", pattern)
         used, notes = _sort_visits(history, files.entries, visits) if tables else ([], [])
-        added = nights.record_run(history, files.entries, rule, nights.last_visits(used) if tables else None)
+        added = nights.record_run(
+            history, files.entries, rule, nights.last_visits(used) if tables else None, nights.repaired(used)
+        )
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
         nights.keep_reference(history, detector, reference)
         history.commit()
