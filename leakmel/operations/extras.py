@@ -755,7 +755,7 @@ class Nightly(Operation):
     # random visits per night
     audits: int = 2
     # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit), optionally outcome, as leakmel visited writes it: the
-    # evidence of these sensors starts again; read after visits.csv of the state folder, which it corrects
+    # evidence of these sensors starts again; read after visits.csv of the state folder, which it corrects, except where that has a later entry (column when)
     visited: str | None = option(None, metavar="FILE")
     # data set that drift is measured against, for example the training set, with a model only; it is stored in the state folder (default: the first 28 nights)
     reference: str | None = option(None, metavar="FILE")
@@ -795,8 +795,11 @@ class Nightly(Operation):
         body = {"ok": True} | done.summary
         write_summary(plan.out, body)
         model = [word for path in plan.files.values() for word in ("--model", path)]
-        places = map(show_path, (plan.given["folder"], *model))
-        text = run.answer([done.text()], next=shlex.join(["leakmel", "review", *places]))
+        words = ["review", *map(show_path, (plan.given["folder"], *model))]
+        if done.to_visit:  # what the crew finds
+            found = [done.to_visit[0].sensor, done.last_night, "leak"]
+            words = ["visited", *found, "--state", show_path(plan.out)]
+        text = run.answer([done.text()], next=shlex.join(["leakmel", *words]))
         return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
 
 
@@ -825,7 +828,7 @@ class Visited(Operation):
         from leakmel.extras.nightly.run import record_visit
         from leakmel.recordings.labels import login_name
 
-        visit, file, n = record_visit(
+        visit, file, n, warning = record_visit(
             user_path(self.state) if self.state else runs_folder() / "nightly",
             self.sensor,
             self.night,
@@ -834,10 +837,10 @@ class Visited(Operation):
             note=self.note,
             table=None if self.table is None else user_path(self.table),
         )
-        body = {"table": show_path(file), "visits": n, **vars(visit)}
+        body = {"table": show_path(file), "visits": n, **vars(visit), "warning": warning}
         said = f"{show_path(visit.sensor)}: {visit.outcome}, visited after the night {visit.night} ({visit.reason})"
         then = "the next nightly run reads them" + (" with --visited" if self.table else "")
-        lines = [said, f"visits in {show_path(file)}: {n:,}; {then}"]
+        lines = [said, f"warning: {warning}" * bool(warning), f"visits in {show_path(file)}: {n:,}; {then}"]
         return Outcome(visit, body, run.answer(lines))
 
 # %% ../../nbs/operations/extras.ipynb #7f3efe20

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import compress, groupby, islice
@@ -239,12 +239,12 @@ def first_nights(
     n_sensors: int,
     n_places: int,  # without a leak, that the model was evaluated on
 ) -> str:
-    "Say from which night on a leak can be listed; empty from that night on."
+    "Say from which night on a leak can be listed; empty from that night on, of which kind it may be."
     first = first_listing(budget)
-    if nights >= first:
-        return ""
     # a p-value of 0.05 needs so many places
     start = MIN_NIGHTS if n_places >= 19 else max(MIN_NIGHTS, math.ceil(budget.nights_at_start / n_sensors))
+    if nights >= (first if n_sensors < 3 else min(first, start)):
+        return ""
     later = nights_to_list(budget)
     older = f"one that is older than the recordings from night {start} on"
     if n_sensors < 3:
@@ -459,15 +459,25 @@ def _visits_of(file: Path, text: str) -> Iterator[Visit]:
         yield Visit(**told | {"sensor": text_key(row["sensor"]), "night": night, "outcome": outcome})
 
 
+def _in_order(one: Visit, other: Visit) -> list[Visit]:
+    "Sort visits by the times of their entries, if both have one; else they stay in this order."
+    visits = [one, other]
+    with suppress(ValueError, TypeError):  # no time, or only one of them has a zone
+        visits.sort(key=lambda v: datetime.fromisoformat(v.when))
+    return visits
+
+
 def read_all_visits(*files: Path) -> list[Visit]:
     """Read CSV files of visits with the columns sensor and night, and the others of `Visit` if they have them; raises DataError.
 
-    A row corrects an earlier one of the same sensor and night, also of an earlier file, and keeps its reason: the list may have changed since.
+    Of two rows of the same sensor and night the one that was entered later counts (`when`); without times a row corrects an earlier one, also of
+    an earlier file. The reason stays that of the first: the list may have changed since.
     """
     visits: dict[tuple[str, str], Visit] = {}
     for visit in (v for file in files for v in _visits_of(file, read_text(file))):
         key = (visit.sensor, visit.night)
-        visits[key] = replace(visit, reason=visits.get(key, visit).reason or visit.reason)
+        first, last = _in_order(visits.get(key, visit), visit)
+        visits[key] = replace(last, reason=first.reason or last.reason)
     return list(visits.values())
 
 

@@ -50,7 +50,7 @@ from leakmel.detector.model.files import require_kind, require_result
 from leakmel.detector.predict.predict import ScoredRecording, detector_of, predict
 from leakmel.detector.predict.scoring import RecordingList, find_recordings
 from leakmel.extras.nightly import nights
-from leakmel.extras.nightly.history import History, HistoryEntry, night_of
+from leakmel.extras.nightly.history import History, HistoryEntry, night_before, night_of
 from leakmel.mel.engines import open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.pages.page_figures import filled, playback, png_bytes
@@ -315,6 +315,7 @@ class NightlyRun:
     places: int = 0  # without a leak, that the model was evaluated on
     results: Mapping[str, Any] = field(default_factory=dict)  # of visits, as of `nights.visit_results`
     visit_tables: tuple[str, ...] = ()  # that were read; a later one corrects those before it
+    is_first: bool = True  # the history had no night before
 
     @property
     def last_night(self) -> str:
@@ -349,7 +350,7 @@ class NightlyRun:
 
     @property
     def first_nights(self) -> str:
-        "Say in the first nights from which night on a leak can be listed; empty later."
+        "Say in the first nights from which night on a leak can be listed; empty from that night on."
         most = max((r.nights for r in self.sensors), default=0)
         return nights.first_nights(self.budget, most, len(self.sensors), self.places) if most else ""
 
@@ -435,6 +436,9 @@ class NightlyRun:
         codes = Counter(r.code for r in self.rejected).most_common()
         first = {r.code: show_path(r.path) for r in reversed(self.rejected)}
         repairs = [f"{sensor} {text}" for sensor, text in [*self.repairs.items()][:MAX_NAMED]]
+        start = self.first_nights
+        if start and not self.is_first:  # the first answer, and the page, explain it
+            start = f"{start.partition(':')[0]}: no leak can be listed yet"
         ill = dict[str, list[str]]()  # what is wrong -> sensors
         for r in self.sensors:
             for what in r.health.split("; ") if r.health != "ok" else ():
@@ -443,7 +447,7 @@ class NightlyRun:
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
-                *(f"  {text}" for text in (self.common_rise, self.high_scores, self.first_nights) if text),
+                *(f"  {text}" for text in (self.common_rise, self.high_scores, start) if text),
                 *[f"  repairs: {'; '.join(repairs)}{' ...' * (len(self.repairs) > MAX_NAMED)}"]
                 * bool(repairs),
                 f"  visits, each with its reason: {show_path(self.state / VISITS_HTML)}",
@@ -607,6 +611,9 @@ are independent and their scores normally distributed; similar nights in a row r
 {%- if done.visit_results %}
 <p class='facts'>{{ done.visit_results }}</p>
 {%- endif %}
+{%- if done.repairs %}
+<p class='facts'>Repairs: {% for sensor, text in done.repairs.items() %}{{ sensor }} {{ text }}{{ '; ' if not loop.last }}{% endfor %}</p>
+{%- endif %}
 <p class='facts'>After a visit: <code>leakmel visited {{ quoted(listed[0].sensor if listed else 'SENSOR') }} {{ done.last_night }} leak --state DIR</code>
 (or no_leak, not_found, no_access; the night is the last one before the visit)</p>
 {%- if listed %}
@@ -649,7 +656,8 @@ are independent and their scores normally distributed; similar nights in a row r
 <div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>rise</th>
 <th class='n'>leak score</th><th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
 </thead><tbody>{%- for r in done.sensors[:most] %}
-<tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }} {{ r.repair }}</td><td>{{ health(r.health) }}</td>
+<tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }} {{ r.repair }}</td>
+<td>{{ health(r.health) }}</td>
 <td class='n'>{{ evidence(r.evidence) }}</td><td class='n'>{{ '{:+.1f}'.format(r.trend) if r.trend }}</td>
 <td class='n'>{{ r.leak_score }}</td><td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td>
 <td class='n'>{{ '' if r.loudest_db is none else '{:.0f}'.format(r.loudest_db) }}</td><td class='n'>{{ r.nights }}</td><td>{{ r.last_night }}</td></tr>
@@ -898,7 +906,7 @@ def nightly(
     budget: float = 0.2,
     audits: int = 2,  # random visits per night
     # CSV file of visits with the columns sensor and night: these sensors start again. It is read together with visits.csv of the state folder, and
-    # corrects it
+    # corrects it: of two rows of a sensor and night the one counts that was entered later (column when), without these times that of this file
     visited: str | os.PathLike | None = None,
     # data set that the drift is measured against, for example the training set; with a model only
     reference: str | os.PathLike | None = None,
@@ -926,6 +934,7 @@ def nightly(
             manifest = scan(source, pattern=pattern, with_labels=False, progress=progress)
             files = _find(source, manifest, time_from, progress)
         _sort_files(history, files)
+        is_first = not history.last_night()
         spec = _features(detector, history, files)
         read_new(files, detector, spec, history, device, progress)
         history.begin()
@@ -960,6 +969,7 @@ def nightly(
             results=nights.visit_results(used, history.query(_USABLE)[0][0]),
             notes=(*_notes(files, pattern), *notes),
             visit_tables=tuple(map(show_path, tables)),
+            is_first=is_first,
         )
         page = visits_page(done, _clips(done, files.paths, spec), _places(rows, manifest))
         task = detector.task if detector else None
@@ -1102,7 +1112,9 @@ def record_visit(
     by: str = "",  # the person
     note: str = "",
     table: str | os.PathLike | None = None,  # CSV file; None: visits.csv in the state folder
-) -> tuple[nights.Visit, Path, int]:  # the row, the table, and its visits; raises LeakmelError
+) -> tuple[
+    nights.Visit, Path, int, str
+]:  # the row, the table, its visits, and a warning or ""; raises LeakmelError
     "Write a visit into the table of visits."
     reasons, last_night = _last_list(Path(state))
     known = {text_key(name): name for name in reasons}
@@ -1127,6 +1139,16 @@ def record_visit(
         )
     require_choice("outcome", outcome, nights.OUTCOMES)
     name = known[text_key(sensor)]
+    before = night_before(state, name, day)
+    if before == "":
+        raise UsageError(
+            "the sensor has no recording up to the night of the visit, so the visit would change nothing",
+            code="invalid-visits",
+            found=f"{show_path(name)}, night {day}",
+            expected=f"the last night before the visit, for example {last_night}",
+        )
+    # None: the history cannot be read now; the next run reads it
+    warning = "" if before in (None, day) else f"no recording of this night yet, the last one is of {before}"
     own = Path(state) / VISITS_CSV
     file = own if table is None else Path(table)
     tables = [path for path in (own, file) if path.exists()]
@@ -1140,4 +1162,4 @@ def record_visit(
         reason=told.get((text_key(name), day)) or reasons[name] or nights.NOT_LISTED,
         note=note,
     )
-    return visit, file, nights.add_visit(file, visit)
+    return visit, file, nights.add_visit(file, visit), warning
