@@ -1,5 +1,6 @@
 "The check of a repair: the nights after a visit that found a leak, against the nights before the leak."
 
+import re
 from collections.abc import Mapping
 from datetime import date, timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from leakmel.extras.nightly.nights import (
     sensor_table,
     stored_visits,
 )
+from leakmel.extras.nightly.run import labelled_recordings, site_outlook
 
 QUIET, LEAK, AFTER = 25, 8, 21  # nights
 
@@ -170,3 +172,40 @@ def test_late_nights_and_visits_give_the_history_of_one_run(tmp_path, has_model)
     assert stored[0] == stored[1] == stored[2]
     assert stored[0][0]["P"].repair.startswith("still loud")
     assert {r.repair for s, r in stored[0][0].items() if s != "P"} == {""}
+
+
+def test_labels_of_visits_say_what_a_detector_of_this_site_would_give(tmp_path):
+    "Out-of-fold by sensor, from five visited sensors of each label on; any order of outcomes can be divided into folds."
+    rng = np.random.default_rng(2)
+    levels = {f"P{s}": rng.normal(-60, 1, (12, 12)) for s in range(24)}
+    for s in range(12):
+        levels[f"P{s}"][:, 4:6] += 10
+    last = day(11)
+    visits = [Visit(f"P{s}", last, "leak" if s < 12 else "no_leak") for s in range(24)]
+    add(tmp_path, entries_of(levels), visits, has_model=False)
+    with History(tmp_path) as history:
+
+        def said(visits: list[Visit]) -> str:
+            return site_outlook(history, labelled_recordings(history, visits))
+
+        assert said([]) == said([Visit("P1", last, "not_found")]) == ""
+        assert said(visits[8:15]) == (
+            "Labels of visits: 4 sensors with a leak, 3 without; from 5 of each on this line says what a detector of this site would give"
+        )
+        text = said(visits)
+        assert text.startswith(
+            "Labels of visits: 12 sensors with a leak, 12 without. A detector of this site"
+        )
+        assert re.search(
+            r"an AUC of 1\.00 \(1\.00 to 1\.00\) on sensors .* the scores of the list have 0\.[0-9]+$", text
+        )
+        # labels that the levels do not show; a sensor with both
+        for k in range(20):
+            outcomes = np.random.default_rng(k).permutation(
+                ["leak"] * (5 + k % 8) + ["no_leak"] * (19 - k % 8)
+            )
+            mixed = [Visit(f"P{s}", last, o) for s, o in enumerate(outcomes)]
+            mixed += [Visit("P0", day(5), "no_leak" if outcomes[0] == "leak" else "leak")]
+            auc = re.search(r"an AUC of ([0-9.]+)", said(mixed))
+            assert auc
+            assert float(auc[1]) < 1

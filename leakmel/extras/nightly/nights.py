@@ -596,19 +596,19 @@ def nights_since_visit(
     If the visit found a leak, its nights without the leak come before them: those before the most probable rise that ended with the visit. The
     third value is their number; it is 0 with fewer than MIN_NIGHTS of them, or without a clear rise.
     """
+    own, new = compared_nights(history, sensor, restarts[-1], until)
     after, *leaks = restarts
     quiet: list[str] = []
     values = np.empty((0, 0))
-    for night in leaks:
-        own, new = compared_nights(history, sensor, after, night, _SEARCHED)
-        quiet += own
-        values = np.concatenate([values, new]) if len(values) else new
+    for night in leaks if len(own) < WINDOW else ():
+        more, levels = compared_nights(history, sensor, after, night, _SEARCHED)
+        quiet += more
+        values = np.concatenate([values, levels]) if len(values) else levels
         first = start_of_rise(above_hum(values), _HEARD) if len(values) > 1 else 0
         first *= first >= MIN_NIGHTS
         quiet = quiet[:first]
         values = values[:first]
         after = night
-    own, new = compared_nights(history, sensor, after, until)
     n_quiet = min(len(quiet), WINDOW - len(own))
     if not n_quiet:
         return own, new, 0
@@ -1006,7 +1006,6 @@ def repair_text(
     nights: Sequence[str],  # as of `nights_since_visit`
     values: np.ndarray,
     n_quiet: int,
-    since: int,  # usable nights since the visit
     first_above: str | None,  # night on which the sensor was listed
     evidence: float,
     budget: Budget,
@@ -1019,8 +1018,6 @@ def repair_text(
         if k <= n_quiet + RECENT_NIGHTS:
             return "still loud since the repair: second leak or other source"
         return f"quiet for {how_many(k - n_quiet, 'night')} after the repair" * bool(n_quiet)
-    if since >= WINDOW:
-        return ""
     if not n_quiet:
         return _NOT_CHECKED
     if evidence >= budget.limit / 10:
@@ -1034,11 +1031,11 @@ def repair_text(
 
 def _repair_of(history: History, sensor: str, restarts: Sequence[str], own: tuple, budget: Budget) -> str:
     "Return the text of `repair_text` for a sensor, by its last night; empty if its last visit found no leak."
-    if len(restarts) < 2:
-        return ""
     n, _, first, evidence = own[4:]
+    if len(restarts) < 2 or (n >= WINDOW and not first):
+        return ""
     found = nights_since_visit(history, sensor, restarts, first or own[0])
-    return repair_text(*found, int(n), first, evidence, budget)
+    return repair_text(*found, first, evidence, budget)
 
 
 def _reason(

@@ -15,7 +15,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta
@@ -316,6 +316,7 @@ class NightlyRun:
     results: Mapping[str, Any] = field(default_factory=dict)  # of visits, as of `nights.visit_results`
     visit_tables: tuple[str, ...] = ()  # that were read; a later one corrects those before it
     is_first: bool = True  # the history had no night before
+    site_outlook: str = ""  # what a detector of this site would give, by the labels of visits
 
     @property
     def last_night(self) -> str:
@@ -427,6 +428,7 @@ class NightlyRun:
             "visits": [asdict(r) for r in self.sensors if r.visit],
             "repairs": self.repairs,
             "visit_tables": list(self.visit_tables),
+            "site_outlook": self.site_outlook,
             "seconds": self.seconds,
         }
 
@@ -466,7 +468,7 @@ class NightlyRun:
                 *(f"  {text}" for text in self.warnings),
                 f"  detector: {self.evaluation}",
                 f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
-                *[f"  {self.visit_results}"] * bool(self.visit_results),
+                *(f"  {text}" for text in (self.visit_results, self.site_outlook) if text),
                 *[f"  visits read from {', corrected by '.join(self.visit_tables)}"]
                 * bool(self.visit_tables),
                 f"  tables in {show_path(self.state)}",
@@ -610,6 +612,9 @@ are independent and their scores normally distributed; similar nights in a row r
 <p class='facts'>Loggers to check: {{ whole(done.sensors|rejectattr('health', 'eq', 'ok')|list|length) }}</p>
 {%- if done.visit_results %}
 <p class='facts'>{{ done.visit_results }}</p>
+{%- endif %}
+{%- if done.site_outlook %}
+<p class='facts'>{{ done.site_outlook }}</p>
 {%- endif %}
 {%- if done.repairs %}
 <p class='facts'>Repairs: {% for sensor, text in done.repairs.items() %}{{ sensor }} {{ text }}{{ '; ' if not loop.last }}{% endfor %}</p>
@@ -951,6 +956,7 @@ def nightly(
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
         nights.keep_reference(history, detector, reference)
         history.commit()
+        labelled = [*labelled_recordings(history, used)]
         normal = nights.normal_medians(detector)
         rows = nights.sensor_table(history, rule, normal=normal, audits=audits)
         done = NightlyRun(
@@ -970,10 +976,11 @@ def nightly(
             notes=(*_notes(files, pattern), *notes),
             visit_tables=tuple(map(show_path, tables)),
             is_first=is_first,
+            site_outlook=site_outlook(history, labelled),
         )
         page = visits_page(done, _clips(done, files.paths, spec), _places(rows, manifest))
         task = detector.task if detector else None
-        write_tables(done, page, visit_labels(history, used, task) if tables else "")
+        write_tables(done, page, visit_labels(labelled, task) if tables else "")
     return replace(done, seconds=time.perf_counter() - began)
 
 
@@ -1053,7 +1060,22 @@ def _named(visits: Sequence[tuple[str, str]]) -> str:
     return ", ".join(f"{show_path(sensor)} ({night})" for sensor, night in visits[:5])
 
 # %% ../../../nbs/extras/nightly/run.ipynb #vi0000b2
-def visit_labels(history: History, visits: Sequence[nights.Visit], task: Task | None) -> str:
+_Labelled = tuple[nights.Visit, str, str, str]  # path, digest and night of a recording that a visit labels
+
+
+def labelled_recordings(history: History, visits: Sequence[nights.Visit]) -> Iterator[_Labelled]:
+    "Yield the recordings of nights before visits with the outcomes leak and no_leak, by sensor and night."
+    before = dict[str, str]()
+    for v in sorted(visits, key=lambda v: (v.sensor, v.night)):
+        if v.outcome == "no_access":
+            continue
+        after = before.get(v.sensor, "")
+        before[v.sensor] = v.night
+        if v.outcome in ("leak", "no_leak"):
+            yield from ((v, *found) for found in nights.recordings_of_visit(history, v, after))
+
+
+def visit_labels(labelled: Iterable[_Labelled], task: Task | None) -> str:
     """Return the labels of recordings that follow from visits, as the content of a labels.csv.
 
     `leak` and `no_leak` label nights before the visit; the second only if the detector has one other label. Without a detector they are LEAK and NOLEAK.
@@ -1061,20 +1083,53 @@ def visit_labels(history: History, visits: Sequence[nights.Visit], task: Task | 
     leak, names = (task.leak_label, task.class_names) if task else (LABELS[0], LABELS)
     others = [name for name in names if name != leak]
     label_of = {"leak": leak} | ({"no_leak": others[0]} if len(others) == 1 else {})
-    text, before = io.StringIO(), dict[str, str]()
+    text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(LABELS_COLUMNS)
-    for v in sorted(visits, key=lambda v: (v.sensor, v.night)):
-        if v.outcome == "no_access":
-            continue
-        after = before.get(v.sensor, "")
-        before[v.sensor] = v.night
+    for v, path, digest, night in labelled:
         if v.outcome in label_of:
             when = v.when or f"{v.night}T12:00:00Z"
-            for path, digest, night in nights.recordings_of_visit(history, v, after):
-                note = f"visit after {v.night}, night {night}"
-                writer.writerow((path, digest, label_of[v.outcome], v.by or "visit", when, note))
+            note = f"visit after {v.night}, night {night}"
+            writer.writerow((path, digest, label_of[v.outcome], v.by or "visit", when, note))
     return text.getvalue()
+
+
+_MIN_VISITED = 5  # sensors of each label
+
+
+def site_outlook(history: History, labelled: Iterable[_Labelled]) -> str:
+    """Say what a detector of this site would give on sensors that it has not seen, by the labels of visits so far; empty without labels.
+
+    A logistic regression on the levels that the history stores, out-of-fold by sensor.
+    """
+    sql = "SELECT score, floor_db, bands FROM recordings WHERE digest = ? AND bands != ''"
+    found = [(v, row) for v, _, digest, _ in labelled for row in history.query(sql, (digest,))]
+    truth = np.array([v.outcome == "leak" for v, _ in found], bool)
+    sensors = np.array([v.sensor for v, _ in found], str)
+    n_leak, n_other = (len({*sensors[own]}) for own in (truth, ~truth))
+    said = f"Labels of visits: {how_many(n_leak, 'sensor')} with a leak, {n_other:,} without"
+    if min(n_leak, n_other) < _MIN_VISITED:
+        more = f"from {_MIN_VISITED} of each on this line says what a detector of this site would give"
+        return f"{said}; {more}" if found else ""
+    from leakmel.detector.metrics.significance import Bootstrap, encode_groups, score_model
+    from leakmel.detector.model.spectral import fold_baselines
+    from leakmel.detector.train.folds import make_folds
+
+    levels = np.array([[floor, *map(float, bands.split())] for _, (_, floor, bands) in found])
+    groups = encode_groups("sensor", sensors)
+    fold = make_folds(truth.astype(int), groups.code, 5)
+    score = np.empty(len(truth))
+    for k in np.unique(fold):
+        given = (np.flatnonzero(fold != k), np.flatnonzero(fold == k))
+        score[fold == k] = fold_baselines({"mean_mels": levels}, truth, *given)["mean_mels"]
+    boot = Bootstrap(truth, groups)
+    of_list = np.array([row[0] for _, row in found])
+    own, listed = (score_model(boot, x, name="", title="") for x in (score, of_list))
+    auc = f"{own.figures['auc']:.2f}{own.intervals['auc'].in_brackets('.2f')}"
+    return (
+        f"{said}. A detector of this site, fitted on levels, would have an AUC of {auc} on sensors that it has not seen; the scores of the list "
+        f"have {listed.figures['auc']:.2f}"
+    )
 
 
 def _last_list(state: Path) -> tuple[dict[str, str], str]:
