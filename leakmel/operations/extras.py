@@ -805,7 +805,7 @@ class Nightly(Operation):
 
 @operation("visited", example="leakmel visited H136 2026-11-29 leak --state nightly")
 class Visited(Operation):
-    "Record what a visit to a sensor found; the next nightly run starts its evidence again, and counts the outcomes."
+    "Record what a visit to a sensor found; the next nightly run starts its evidence again, counts the outcomes, and checks the repair of a leak."
 
     # name of the sensor, as in the list of the last nightly run
     sensor: str = option(positional=True)

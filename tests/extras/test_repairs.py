@@ -147,6 +147,7 @@ def test_a_second_visit_is_checked_against_the_nights_before_the_first_leak(tmp_
     assert (len(many["P"]), many["P"][0], many["P"][-1]) == (21, "", day(899))
 
 
+@pytest.mark.slow
 @each("has_model", [True, False])
 def test_late_nights_and_visits_give_the_history_of_one_run(tmp_path, has_model):
     "Quiet nights that arrive after the repair change what it is compared with."
@@ -200,7 +201,7 @@ def test_labels_of_visits_say_what_a_detector_of_this_site_would_give(tmp_path):
             r"an AUC of 1\.00 \(1\.00 to 1\.00\) on sensors .* the scores of the list have 0\.[0-9]+$", text
         )
         # labels that the levels do not show; a sensor with both
-        for k in range(20):
+        for k in range(5):
             outcomes = np.random.default_rng(k).permutation(
                 ["leak"] * (5 + k % 8) + ["no_leak"] * (19 - k % 8)
             )
