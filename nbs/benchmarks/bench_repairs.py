@@ -22,7 +22,6 @@ Protocol, written before the first run:
 
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -126,7 +125,7 @@ def follow_network(
 ) -> list[dict[str, Any]]:
     "Record night by night what the list says of each sensor."
     budget = Budget()
-    found = [
+    found: list[dict[str, Any]] = [
         {"goes_on": s % 2 == 1, "was_listed": False, "at": MISSED, "false": 0, "nights": 0, "on_7": ""}
         for s in range(len(visits))
     ]
@@ -205,7 +204,6 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "nights": nights,
         "false_per_100": 100 * false / nights,
         "false_interval": [100 * low / nights, 100 * float(gammaincinv(false + 1, 0.975)) / nights],
-        "on_7_of_going": dict(Counter(r["on_7"] for r in going)),
     }
 
 
@@ -233,19 +231,19 @@ def bench_repairs(
                 steady = (spec, bands) if way == "without" else None
                 with tempfile.TemporaryDirectory(dir=work) as state:
                     rows += follow_network(visits, score, steady, Path(state), is_checked=check == "checked")
-    rows = {name: figures(x) for name, x in found.items()}
-    checked = [rows[f"{way}, checked"] for way in WAYS]
+    figures_of = {name: figures(x) for name, x in found.items()}
+    checked = [figures_of[f"{way}, checked"] for way in WAYS]
     goals = {
         "budget": all(r["false_interval"][0] <= Budget().per_100_nights for r in checked),
         "listed_within_7": all(r["within_of_listed"]["7"] >= GOAL for r in checked),
     }
     return {
         **head,
-        "verified": {"all_ok": len({r["going_on"] for r in rows.values()}) == 1},
+        "verified": {"all_ok": len({r["going_on"] for r in figures_of.values()}) == 1},
         "goals": goals,
         "networks": networks * len(KINDS),
         "sensors": sensors,
-        "rows": rows,
+        "rows": figures_of,
     }
 
 

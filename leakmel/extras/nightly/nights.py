@@ -859,12 +859,13 @@ def record_run(
         x = np.full(len(sensors), np.nan)
         values = np.full((len(sensors), n_values), np.nan)
         for k, ((_, _, score, *_), compared) in of_night.items():
-            own = restarts.get(sensors[k], [""])
-            if score is not None and night > own[-1]:
+            since_visit = restarts.get(sensors[k], [""])
+            if score is not None and night > since_visit[-1]:
                 x[k] = night_logit(score)
                 values[k] = above_hum(compared)
-                if len(own) > 1 and not evidence.n[k]:
-                    evidence.start(k, nights_since_visit(history, sensors[k], own, own[-1])[1])
+                if len(since_visit) > 1 and not evidence.n[k]:
+                    quiet = nights_since_visit(history, sensors[k], since_visit, since_visit[-1])
+                    evidence.start(k, quiet[1])
         evidence.add(x, None if spec is None else values)
         written = []
         for k, (night_row, _) in of_night.items():

@@ -43,7 +43,6 @@ from leakmel.core.files import replacing
 from leakmel.core.parameters import answer_unknown
 from leakmel.core.store import Folder
 from leakmel.dataset.schema import Rejected
-from leakmel.detector.data.segments import Task
 from leakmel.detector.model.card import evaluation_result, evaluation_text
 from leakmel.detector.model.detector import Detector, required_spec, to_plain
 from leakmel.detector.model.files import require_kind, require_result
@@ -98,6 +97,7 @@ class _Files:
     entries: list[HistoryEntry] = field(default_factory=list)  # recordings that were read
     rows: list[tuple] = field(default_factory=list)  # of the table `files`, of what was read
     n_from_file: int = 0  # recordings that were read, whose time is that of the file
+    is_first: bool = True  # the history has no night
 
 
 def _by_path(found: RecordingList) -> dict[bytes, _File]:
@@ -144,6 +144,7 @@ _PASTED = {"{**}/{sensor}/{*}": b"/", "{sensor}_{*}": b"_", "{sensor}": b""}  # 
 def _sort_files(history: History, files: _Files) -> None:
     "Find the files that are not known."
     files.stored = stored_files(history, files.found)
+    files.is_first = not history.last_night()
     for path, (*state, name) in files.found.items():
         *known, digest, problem = files.stored.get(path, ("", ""))
         if known == state and problem:
@@ -939,7 +940,6 @@ def nightly(
             manifest = scan(source, pattern=pattern, with_labels=False, progress=progress)
             files = _find(source, manifest, time_from, progress)
         _sort_files(history, files)
-        is_first = not history.last_night()
         spec = _features(detector, history, files)
         read_new(files, detector, spec, history, device, progress)
         history.begin()
@@ -975,12 +975,11 @@ def nightly(
             results=nights.visit_results(used, history.query(_USABLE)[0][0]),
             notes=(*_notes(files, pattern), *notes),
             visit_tables=tuple(map(show_path, tables)),
-            is_first=is_first,
+            is_first=files.is_first,
             site_outlook=site_outlook(history, labelled),
         )
         page = visits_page(done, _clips(done, files.paths, spec), _places(rows, manifest))
-        task = detector.task if detector else None
-        write_tables(done, page, visit_labels(labelled, task) if tables else "")
+        write_tables(done, page, visit_labels(labelled, detector) if tables else "")
     return replace(done, seconds=time.perf_counter() - began)
 
 
@@ -1075,12 +1074,13 @@ def labelled_recordings(history: History, visits: Sequence[nights.Visit]) -> Ite
             yield from ((v, *found) for found in nights.recordings_of_visit(history, v, after))
 
 
-def visit_labels(labelled: Iterable[_Labelled], task: Task | None) -> str:
+def visit_labels(labelled: Iterable[_Labelled], detector: Detector | None) -> str:
     """Return the labels of recordings that follow from visits, as the content of a labels.csv.
 
     `leak` and `no_leak` label nights before the visit; the second only if the detector has one other label. Without a detector they are LEAK and NOLEAK.
     """
-    leak, names = (task.leak_label, task.class_names) if task else (LABELS[0], LABELS)
+    leak = detector.task.leak_label if detector else LABELS[0]
+    names = detector.task.class_names if detector else LABELS
     others = [name for name in names if name != leak]
     label_of = {"leak": leak} | ({"no_leak": others[0]} if len(others) == 1 else {})
     text = io.StringIO()
