@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from leakmel.core.operation import Run, make
 from leakmel.extras.nightly import nights
 from leakmel.extras.nightly import run as module
 from leakmel.extras.nightly.nights import Budget, Evidence, compared_scores, levels_of, steady_noise
-from leakmel.extras.nightly.run import VISIT_LABELS_CSV, VISITS_HTML, nightly
+from leakmel.extras.nightly.run import SENSORS_CSV, VISIT_LABELS_CSV, VISITS_HTML, nightly
 from leakmel.operations.extras import Nightly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -151,6 +152,8 @@ def test_a_leak_that_goes_on_after_its_repair_is_listed_again(tmp_path, month):
         module.record_visit(state, sensor, "2025-01-20", "leak", by="ann")
     done = nightly(record(folder, range(21, 23)), state=state, audits=0, **QUIET)
     assert done.repairs[LEAK] == "too early to check the repair: 2 of 7 nights"
+    table = state / SENSORS_CSV  # of a version without the last columns
+    table.write_text(re.sub(r",leak_score,repair$", "", table.read_text(), flags=re.M))
     done = nightly(record(folder, range(23, 29)), state=state, audits=0, **QUIET)
     (row,) = done.to_visit
     assert (row.sensor, row.repair) == (LEAK, "still loud since the repair: second leak or other source")

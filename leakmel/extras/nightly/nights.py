@@ -828,7 +828,6 @@ def record_run(
     # sensor -> first changed night
     since = dict(sorted(changed, key=itemgetter(1), reverse=True))
     restarts, restarted = _write_visits(history, visits, repairs or {})
-    visited = {s: nights[-1] for s, nights in restarts.items()}
     since |= dict.fromkeys(restarted, "")
     limit = f"{budget.per_100_nights!r}; evidence {_EVIDENCE}"
     if history.meta("budget") != limit:  # the first night above the limit is another one
@@ -844,7 +843,7 @@ def record_run(
             "SELECT night, first_above, n, mean, m2, r0, r1, r2 FROM nights WHERE sensor = ? AND night < ? ORDER BY night DESC LIMIT 1",
             (sensor, since[sensor]),
         )
-        if before and before[0][0] > visited.get(sensor, ""):
+        if before and before[0][0] > restarts.get(sensor, [""])[-1]:
             _, first_above[k], evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k] = before[0]
             evidence.start(
                 k, nights_since_visit(history, sensor, restarts.get(sensor, [""]), before[0][0])[1]
@@ -997,9 +996,8 @@ def steady_noise(
 
 
 _CHECKED = 7  # nights since a repair, at least, until a sensor is said to be quiet
-_UNCLEAR = (
-    2.0  # times the number of nights; the mean of the evidence of normal nights is at most their number
-)
+# times the number of nights, which the mean of the evidence of normal nights does not exceed
+_UNCLEAR = 2.0
 _NOT_CHECKED = f"repair not checked: no clear rise after {MIN_NIGHTS} quiet nights is known"
 
 
