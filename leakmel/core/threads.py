@@ -9,6 +9,7 @@ __all__ = []
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -159,7 +160,13 @@ def start_process(
     return subprocess.Popen(words, cwd=folder, env=_safe_environment(), **streams)
 
 
-_SAFE_THREADS = "leakmel-journal"  # they write and sync files, and multiply nothing
+# they write files, wait for work of the current thread, or belong to the kernel of a notebook: none multiplies while this thread is here
+_SAFE_THREADS = re.compile(r"leakmel-(journal|score)|IOPub$|.*\(_watch_pipe_fd\)$")
+# modules of such threads; not that of the threads of a kernel that run cells (subshells)
+_OF_KERNELS = [
+    *map("ipykernel.{}".format, ("heartbeat", "control", "shellchannel", "parentpoller")),
+    "IPython.core.history",
+]
 _IS_FORK_SAFE = sys.platform != "darwin"  # libraries of macOS may not be used in a child without exec
 _CALL = """
 import importlib, json, sys
@@ -171,8 +178,9 @@ getattr(importlib.import_module(module), name)(*json.loads(args))
 def _start_child(function: Callable[..., None], args: Sequence[str | int | float], pipe: int) -> int:
     "Fork, which takes 2 ms, or start a new Python process; return its number. Raises OSError."
     # a fork waits for ever where another thread multiplies matrices: OpenBLAS ends its threads before a fork
-    others = (t for t in threading.enumerate() if t is not threading.current_thread())
-    if not _IS_FORK_SAFE or any(not t.name.startswith(_SAFE_THREADS) for t in others):
+    others = [t for t in threading.enumerate() if t is not threading.current_thread()]
+    are_safe = all(_SAFE_THREADS.match(t.name) or type(t).__module__ in _OF_KERNELS for t in others)
+    if not (_IS_FORK_SAFE and are_safe):
         os.set_inheritable(pipe, True)
         call = [function.__module__, function.__name__, json.dumps(args), *filter(None, sys.path)]
         return os.posix_spawn(sys.executable, [sys.executable, "-P", "-c", _CALL, *call], _safe_environment())

@@ -5,8 +5,8 @@ python nbs/benchmarks/bench_gpu.py WORK [--out FOLDER] [--budget-s S] [--rounds 
 A machine with a GPU is often available for minutes only. The whole suite is therefore one command with a time budget, and the
 record is stored after each build, so that no figure is lost with the machine, whatever ends the run. `leakmel machine doctor` compares
 every engine with the float64 reference first; an engine that is not right is not measured. Each build is a command in its own
-process, as a user runs it, so a device fault ends only that build. `bench_gpu_design.py` also measures the kernel, the device
-memory and the effect of each setting.
+process, as a user runs it, so a device fault ends only that build. `bench_card.py` measures in one process what is open about the
+GPU: the effect of each setting, training with CUDA graphs, evaluation and prediction, recordings at 48 kHz.
 """
 
 import argparse

@@ -32,11 +32,13 @@ import leakmel as lm
 from leakmel.core.errors import LeakmelError, UsageError, show_path
 from leakmel.core.monitor import Monitor, _gpu_handle
 from leakmel.core.timeline import Timeline, aligned, mean
-from leakmel.detector.data.segments import Segments
+from leakmel.detector.data.segments import Batch, Segments
+from leakmel.detector.model import net as nets
 from leakmel.detector.model.detector import Detector, score_rows
 from leakmel.detector.model.settings import SMALL_SET, TrainSettings, with_length
 from leakmel.detector.model.spectral import fit_spectral, spectral_features
 from leakmel.detector.train.state import TrainingState, detector_of, open_training
+from leakmel.detector.train.step import StepFigures, Stepper, learning_rate, step_seed
 from leakmel.extras.machine.bench import (
     range_text,
     record_head,
@@ -48,6 +50,7 @@ from leakmel.extras.machine.bench import (
     total_for_training,
     touch_memory,
 )
+from leakmel.mel.torch_engine import full_float32_precision
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,16 @@ class TrainPlan:
 
 _FIRST: dict[str, dict[str, Any]] = {"as trained": {}}
 _LAST: dict[str, dict[str, Any]] = {"full precision": {"amp": "off"}, "streamed": {"loader": "stream"}}
+ONE_GRAPH = "one graph"  # of each step
+_ONE_GRAPH: dict[str, dict[str, Any]] = {ONE_GRAPH: {}}
 # compiling comes last: where it fails, the device may fail from then on
-_GPU = _FIRST | {"channels first": {"channels_last": False}} | _LAST | {"compiled": {"use_compile": True}}
+_GPU = _FIRST | _ONE_GRAPH | {"channels first": {"channels_last": False}} | _LAST
+_GPU |= {"compiled": {"use_compile": True}}
 _CPU = _FIRST | {"small net": {"channels": (24, 48, 64)}, "streamed": {"loader": "stream"}}
 _LARGE = with_length(TrainSettings(), SMALL_SET)  # also where the benchmark has fewer items
 ON_GPU = TrainPlan(5632, _LARGE, _GPU, (64, 256, 512))
 ON_CPU = TrainPlan(_LARGE.batch_size, _LARGE, _CPU, (32, 128))
-TINY = TrainPlan(128, TrainSettings(channels=(4, 8)), _FIRST | _LAST, (8,), 0.0)
+TINY = TrainPlan(128, TrainSettings(channels=(4, 8)), _FIRST | _ONE_GRAPH | _LAST, (8,), 0.0)
 SET_SIZES = 3  # memory that is touched, in sizes of the set: recordings, data set and rows in memory
 # usual recordings of the training split: the reference set's, or some batches an epoch
 N_FILES = {"cuda": 39_563, "cpu": 2000}
@@ -98,6 +104,92 @@ class _Bench:
 OF_RECORDS = {"loader_mean_ms": "wait_ms", "loader_max_ms": "wait_max_ms", "learn_s": "seconds"}
 
 
+Work = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # loss, items that were right, norm
+
+
+def captured(work: Work) -> Work:  # replays it; the results are always the same tensors
+    "Capture what a function launches on the current GPU as a graph, without running it."
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = work()
+
+    def replay() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        graph.replay()
+        return results
+
+    return replay
+
+
+class StepInOneGraph:
+    """The step of a `Stepper` with forward, loss, backward, clipping and optimiser in one CUDA graph.
+
+    Batches of another size than the first one are computed without it, and the first ones warm. Of half precisions only bfloat16
+    is possible: the scale of float16 is decided on the host. Follows the example "whole-network capture" of PyTorch's notes on CUDA.
+    """
+
+    WARM = 3  # batches
+
+    def __init__(self, stepper: Stepper, capture: Callable[[Work], Work]):  # the CPU has none
+        self.stepper = stepper
+        self.capture = capture
+        self.side = torch.cuda.Stream(stepper.device) if stepper.device.type == "cuda" else None
+        for group in stepper.optimiser.param_groups:
+            group["capturable"] = self.side is not None
+            group["lr"] = torch.tensor(float(group["lr"]), device=stepper.device)
+        self.x: torch.Tensor | None = None  # [n, M, W] of the batch
+        self.y: torch.Tensor | None = None  # [n]
+        self.replay: Work | None = None
+
+    def _work(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        s = self.stepper
+        s.optimiser.zero_grad(set_to_none=True)
+        with contextlib.nullcontext() if s.half is None else torch.autocast(s.device.type, s.half):
+            logits, leak_logit = s.net(x)
+        totals = nets.batch_totals(y, s.weights)
+        loss = nets.micro_batch_loss(logits, leak_logit, y, s.settings, s.weights, totals)
+        loss.backward()
+        weights = list(s.net.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(weights, s.settings.clip_norm or math.inf)
+        s.optimiser.step()
+        return loss.detach(), (logits.detach().argmax(1) == y).sum(), norm
+
+    def __call__(self, batch: Batch) -> StepFigures:
+        "Train on a batch."
+        began, s = time.perf_counter(), self.stepper
+        s.net.train()
+        batch = batch.to(s.device)
+        s.generator.manual_seed(step_seed(s.settings.seed, s.n_done, 0))
+        images = nets.augment(nets.segment_images(batch.x), s.net.mean, s.settings, s.generator)
+        for group in s.optimiser.param_groups:
+            group["lr"].fill_(learning_rate(s.n_done, s.n_steps, s.settings))
+        with full_float32_precision():
+            results = self._run(images, batch.y)
+        s.n_done += 1
+        if s.first_step_s is None:
+            s.first_step_s = time.perf_counter() - began
+        loss, n_correct, norm = (each.clone() for each in results)  # the next replay writes to them
+        return StepFigures(loss, n_correct, len(batch), norm)
+
+    def _run(self, images: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.x is None or self.y is None:
+            self.x, self.y = torch.empty_like(images), torch.empty_like(y)
+        if images.shape != self.x.shape:
+            return self._work(images, y)
+        self.x.copy_(images)
+        self.y.copy_(y)
+        work = partial(self._work, self.x, self.y)
+        if self.stepper.n_done < self.WARM:
+            if self.side is None:
+                return work()
+            self.side.wait_stream(torch.cuda.current_stream(self.stepper.device))
+            with torch.cuda.stream(self.side):
+                results = work()
+            torch.cuda.current_stream(self.stepper.device).wait_stream(self.side)
+            return results
+        self.replay = self.replay or self.capture(work)
+        return self.replay()
+
+
 def _train_epoch(state: TrainingState) -> dict[str, float]:
     "Train on every batch once."
     for batch in state.timer.batches(state.loader):
@@ -112,6 +204,9 @@ def _train(bench: _Bench, name: str, stop_s: float) -> tuple[dict[str, Any], Det
     with open_training(str(bench.path), settings=settings) as data:
         began, timeline, found = time.perf_counter(), Timeline(), list[dict[str, Any]]()
         state = TrainingState(data, settings, torch.device(bench.device))
+        if name == ONE_GRAPH:
+            capture = captured if state.stepper.device.type == "cuda" else lambda work: work
+            vars(state.stepper)["step"] = StepInOneGraph(state.stepper, capture)
         with state.loader:
             warm, warm_s = _train_epoch(state), time.perf_counter() - began
             with Monitor(timeline, 0.1, bench.device):

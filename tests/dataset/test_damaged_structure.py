@@ -492,6 +492,37 @@ def test_threads_that_multiply_matrices_do_not_stop_the_examination(copy: Callab
     subprocess.run(words, env=env, check=True, timeout=300)
 
 
+IN_A_NOTEBOOK = """
+import os
+from leakmel.dataset import schema
+os.posix_spawn = None
+schema.open_file({path!r}).close()
+"""
+BESIDE_CELLS = """
+import threading
+from ipykernel.thread import BaseThread
+from leakmel.core.threads import _start_child
+class SubshellThread(BaseThread):
+    __module__ = "ipykernel.subshell_manager"
+    def run(self): over.wait()
+over = threading.Event()
+SubshellThread().start()
+import os
+os.posix_spawn = lambda *words: -7
+assert _start_child(print, (), 2) == -7
+over.set()
+"""
+
+
+@pytest.mark.slow
+def test_a_notebook_examines_files_without_a_new_process_of_python(copy: Callable) -> None:
+    "The threads of its kernel multiply nothing, except those that run cells too."
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    for code in (IN_A_NOTEBOOK.format(path=os.fspath(copy("plain"))), BESIDE_CELLS):
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+        nbclient.NotebookClient(notebook, kernel_name="python3").execute()
+
+
 @pytest.mark.slow
 def test_children_that_the_system_removes(copy: Callable) -> None:
     good, bad = copy("plain"), copy("waveforms")

@@ -446,6 +446,8 @@ def test_records_of_a_hostile_model_file_are_refused_or_escaped() -> None:
     own = score_model(boot, truth * 0.5, name="own", title="own")
     record = evaluation_record(TEST_SET, "x", truth, groups, own, give_verdict(boot, own, []))
     assert record_from_plain(asdict(record)) == record
+    earlier = {n: v for n, v in asdict(record).items() if n != "data_set"}
+    assert record_from_plain(earlier) == replace(record, data_set=""), "a record of an earlier version"
     hostile = asdict(record) | {"method": "\x1b[2J| <b>", "cautions": ["\x07"]}
     found = record_from_plain(hostile)
     assert "\x1b" not in str(found)

@@ -10,17 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_card
 import bench_gpu as suite
-import bench_gpu_design
 import psutil
 import pytest
 import torch
 from bench_gpu import MEASURED_ENGINES, bench_gpu, gpu_table
-from bench_train import card_facts
+from bench_train import StepInOneGraph, card_facts
 from each import each
 from errors import raises
 
 from leakmel.core.errors import LeakmelError, SpaceError
+from leakmel.detector.model.settings import TrainSettings
+from leakmel.detector.train.state import TrainingState, open_training
 from leakmel.extras.machine import bench
 from leakmel.extras.machine.bench import (
     ProcessRun,
@@ -362,49 +364,101 @@ def test_the_table_has_the_figures_that_matter(tmp_path, machine):
     assert gpu_table(None) == "not measured"
 
 
-# -- parts of the design --------------------------------------------------------------------------------------------------
+# -- what a GPU has to settle ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_all_parts_of_the_gpu_suite_run(tmp_path):
-    "On the device of the tests in this process; builds in their own process on the CPU."
+def test_rehearsal_takes_every_step_to_its_end(tmp_path):
+    kept: list[dict[str, Any]] = []
+    figures = bench_card.bench_card(
+        tmp_path, rehearse=True, budget_s=600, keep=lambda f: kept.append(json.loads(json.dumps(f)))
+    )
+    assert (figures["errors"], figures["not_measured"]) == ([], [])
+    assert figures["parity"]["status"] == 0
+    assert set(figures["builds"]) == {"A, torch", "A, cpu", "B, torch", "B, cpu"}
+    assert set(bench_card.NOMINAL) < set(figures["settings"])
+    assert set(figures["training"]["training"]) > {"as trained", "one graph"}
+    assert len(kept) > len(bench_card.STEPS) + len(figures["settings"])
+    text = bench_card.card_table(figures)
+    for words in ("REHEARSAL", "8 skipped", "A, cpu", "without graphs: ", "one graph", "2 threads"):
+        assert words in text, words
+    path = store(figures, tmp_path / "store")
+    assert path.name.startswith("card-rehearsal-")
+    assert newest("card", tmp_path / "store") is None
+
+
+def test_settings_are_measured_on_a_device_that_replays_graphs(tmp_path):
+    "The fake device runs asynchronously, and has graphs, streams and pinned memory."
     import fake_device
 
     fake_device.register()
-    some = {name: bench_gpu_design.VARIED[name] for name in ("as it is", "graph off", "mode memmap, later")}
-    write_demo(tmp_path / "demo-24", n_files=24)
-
-    def canned(folder: Path, **given: Any) -> dict[str, Any]:
-        return {"builds": {"A, torch": {}}, "n_files": 24, "not_measured": [], "errors": [], "ok": True}
-
-    figures = bench_gpu_design.bench_gpu_design(
-        tmp_path, rounds=1, device=DEVICE, engines=("torch",), varied={}, tiny=True, suite=canned
-    )
-    builds = bench_gpu_design.varied_builds(tmp_path / "demo-24", tmp_path / "v", "torch", "cpu", some, 24)
-    bench_gpu_design.measure_parts(figures, builds, float("inf"), lambda figures: None, print)
+    steps = {"settings": (1.0, bench_card.settings)}
+    figures = bench_card.bench_card(tmp_path, rehearse=True, device=DEVICE, steps=steps, budget_s=600)
     assert figures["errors"] == []
-    whole = bench_gpu_suite_figures()
-    text = bench_gpu_design.design_table(whole | {k: v for k, v in figures.items() if k not in whole})
-    for words in ("kernel alone, A, torch", "of the floor's", "graph off", "both ways at once", "kept "):
-        assert words in text, words
+    rates = {name: f["files_per_s"]["median"] for name, f in figures["settings"].items()}
+    assert len(rates) == len(bench_card.NOMINAL) + 3
+    assert all(rate > 0 for rate in rates.values())
 
 
-def bench_gpu_suite_figures() -> dict[str, Any]:
-    "A record of the suite `gpu` without builds."
-    machine = {"n_cores": 1, "cpu": "a CPU"}
-    lists: dict[str, Any] = dict.fromkeys(("checks", "not_measured", "errors"), ())
-    rest = {"rehearsal": False, "builds": {}, "verified": {}, "n_files": 24, "rounds": 1, "budget_s": 9}
-    return {key: list(value) for key, value in lists.items()} | rest | {"machine": machine}
+def test_steps_without_time_are_named(tmp_path):
+    write_demo(tmp_path / "demo-24", n_files=24)
+    figures = bench_card.bench_card(tmp_path, rehearse=True, budget_s=1e-6)
+    assert [x["what"] for x in figures["not_measured"]] == list(bench_card.STEPS)
+    assert figures["errors"] == []
 
 
-def test_parts_of_the_gpu_suite_keep_the_time_limit():
-    figures: dict[str, Any] = {"not_measured": [], "errors": []}
-    parts = bench_gpu_design.device_parts(["triton", "torch"], DEVICE)
-    names = [f"{group}: {name}" for group, name, _ in parts]
-    at = [names.index(n) for n in ("alone: bus", "kernel: A, triton, block 1024", "launches: A")]
-    assert at == sorted(at)
-    bench_gpu_design.measure_parts(figures, parts, 0.0, lambda figures: None, print)
-    assert [x["what"] for x in figures["not_measured"]] == names
+def test_one_step_that_fails_leaves_the_others(tmp_path):
+    def fails(card: bench_card.Card, ends_s: float) -> None:
+        raise RuntimeError("a device fault")
+
+    def counts(card: bench_card.Card, ends_s: float) -> None:
+        card.figures["cores"]["done"] = 1
+
+    steps = {"wide": (1.0, fails), "cores": (1.0, counts)}
+    figures = bench_card.bench_card(tmp_path, rehearse=True, steps=steps)
+    assert figures["errors"] == [{"what": "wide", "error": "a device fault"}]
+    assert figures["cores"] == {"done": 1}
+    assert figures["ok"] is False
+
+
+@each(
+    ("least", "most", "said"),
+    [
+        (1.05, 1.10, "1.08 x: shown"),
+        (0.90, 0.96, "0.93 x: shown"),
+        (1.01, 1.04, "1.02 x: no effect is shown"),
+        (0.99, 1.21, "1.10 x: no effect is shown"),
+    ],
+    ids=["faster", "slower", "under 3 %", "ranges overlap"],
+)
+def test_an_effect_counts_from_3_percent_outside_the_noise(least, most, said):
+    figures = {
+        "as it is": {"files_per_s": bench.spread([0.999, 1.0, 1.001])},
+        "1 stream": {"files_per_s": bench.spread([least, most])},
+    }
+    assert bench_card.verdicts(figures) == [f"1 stream: {said}"]
+
+
+def test_a_step_in_one_graph_learns_what_a_step_learns(tmp_path):
+    "On a CPU, where a call stands for the graph."
+    import leakmel as lm
+
+    write_demo(tmp_path / "demo", n_files=24)
+    lm.build(tmp_path / "demo", split="training", out=tmp_path / "x.h5", progress="none")
+    settings = TrainSettings(channels=(4, 8), batch_size=16, epochs=2, dropout=0.0, epoch_share=1.0)
+    found = []
+    for in_one in (False, True):
+        with open_training(str(tmp_path / "x.h5"), settings=settings) as data:
+            state = TrainingState(data, settings, "cpu")
+            with state.loader:
+                step = StepInOneGraph(state.stepper, lambda work: work) if in_one else state.stepper.step
+                losses = [float(step(batch).loss) for _ in range(2) for batch in state.loader]
+            found.append((losses, [p.detach().clone() for p in state.stepper.net.parameters()]))
+    (losses, weights), (others, other_weights) = found
+    assert len(losses) > StepInOneGraph.WARM
+    assert losses == pytest.approx(others, rel=1e-5)
+    for a, b in zip(weights, other_weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 # -- records --------------------------------------------------------------------------------------------------------------

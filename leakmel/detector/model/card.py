@@ -121,8 +121,9 @@ def record_from_plain(
     texts = {n: tuple(map(show_path, values[n])) for n in ("cautions", "stamps")}
     shown: dict[str, Any] = {n: show_path(v) if isinstance(v, str) else v for n, v in values.items()}
     kinds = {n: k for n, k in field_kinds(EvaluationRecord).items() if n not in texts}
-    check_types({n: shown.get(n) for n in kinds}, kinds)
-    return EvaluationRecord(**shown | texts)
+    record = EvaluationRecord(**shown | texts)  # a field that an earlier version had not has its default
+    check_types({n: getattr(record, n) for n in kinds}, kinds)
+    return record
 
 
 def held_out_from_plain(
