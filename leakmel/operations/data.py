@@ -630,8 +630,8 @@ def build_answer(
             ("labels: ", counts_text(people) if people else ""),
             (
                 "",
-                f"{r.rows - people['by_people']:,} other recordings keep the label of their folder, name or table; with table (--table) in place of labels (--labels) the data "
-                "set has only those of the table"
+                f"{r.rows - people['by_people']:,} other recordings keep the label of their folder, name or table; with table "
+                "(--table) in place of labels (--labels) the data set has only those of the table"
                 if people and 0 < people["by_people"] < r.rows and len(s["label_names"]) > 2
                 else "",
             ),
