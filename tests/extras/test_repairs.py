@@ -147,6 +147,23 @@ def test_a_second_visit_is_checked_against_the_nights_before_the_first_leak(tmp_
     assert (len(many["P"]), many["P"][0], many["P"][-1]) == (21, "", day(899))
 
 
+@each("has_model", [True, False])
+@each("nights", [0, 1, 2])
+def test_a_leak_that_is_repaired_days_after_it_was_found_has_two_visits(tmp_path, has_model, nights):
+    "With few loud nights between them, or none."
+    rng = np.random.default_rng(4)
+    x = drawn(rng, (25, -1), (8 + nights, 1.0), (15, 1.0))
+    y = drawn(rng, (25, -1), (8 + nights, 1.0), (15, -1))
+    levels: dict[str, Any] = {"P": x, "Q": y, "R": drawn(rng, (48 + nights, -1))}
+    if not has_model:
+        levels = {s: -60 + 4 * own[:, None] + rng.normal(0, 0.3, (len(own), 12)) for s, own in levels.items()}
+    visits = [Visit(s, day(k), "leak") for s in "PQ" for k in (32, 32 + max(nights, 1))]
+    entries = [e for e in entries_of(levels) if nights or e.night != day(33)]
+    table = add(tmp_path, entries, visits, has_model=has_model)
+    assert table["P"].repair.startswith("still loud")
+    assert table["Q"].repair.startswith("quiet since the repair")
+
+
 @pytest.mark.slow
 @each("has_model", [True, False])
 def test_late_nights_and_visits_give_the_history_of_one_run(tmp_path, has_model):

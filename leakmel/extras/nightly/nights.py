@@ -602,12 +602,12 @@ def nights_since_visit(
     values = np.empty((0, 0))
     for night in leaks if len(own) < WINDOW else ():
         more, levels = compared_nights(history, sensor, after, night, _SEARCHED)
-        quiet += more
-        values = np.concatenate([values, levels]) if len(values) else levels
-        first = start_of_rise(above_hum(values), _HEARD) if len(values) > 1 else 0
-        first *= first >= MIN_NIGHTS
-        quiet = quiet[:first]
-        values = values[:first]
+        both = np.concatenate([values, levels]) if more and quiet else levels
+        first = start_of_rise(above_hum(both), _HEARD) if len(both) > 1 else 0
+        # without a clear rise since the leak before, its quiet nights are compared
+        if first >= MIN_NIGHTS:
+            quiet = [*quiet, *more][:first]
+            values = both[:first]
         after = night
     n_quiet = min(len(quiet), WINDOW - len(own))
     if not n_quiet:
