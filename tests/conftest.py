@@ -203,7 +203,7 @@ def publish() -> Iterator[Callable[..., Any]]:
     "Publish files as the record of a public set on this machine, for the time of a test: publish(name, files) -> RecordServer."
     from record_server import RecordServer
 
-    from leakmel.extras.sets.catalogue import SETS
+    from leakmel.extras.sets.fetch import SETS
 
     with ExitStack() as stack:
 

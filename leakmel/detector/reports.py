@@ -85,9 +85,8 @@ def score_by_level(predictions: Predictions) -> "go.Figure":
     audible = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > style.SILENT_DB)]
     if not len(audible):
         return style.styled_figure([], "No level to show", height=120)
-    title = ""
-    if len(audible) > 2 and audible["rms_db"].nunique() > 1 and audible["score"].nunique() > 1:
-        title = f"Rank correlation of score and level: {audible['rms_db'].rank().corr(audible['score'].rank()):.2f}"
+    are_many = len(audible) > 2 and audible["rms_db"].nunique() > 1 and audible["score"].nunique() > 1
+    together = audible["rms_db"].rank().corr(audible["score"].rank()) if are_many else np.nan
     shown = audible.iloc[:: -(-len(audible) // (style.MAX_POINTS // 2))]
     traces = [
         {
@@ -105,7 +104,9 @@ def score_by_level(predictions: Predictions) -> "go.Figure":
     fewer = f", {len(shown):,} of them drawn" if len(shown) < len(audible) else ""
     fig = style.styled_figure(
         traces,
-        title or "Too few recordings to compare score and level",
+        f"Rank correlation of score and level: {together:.2f}"
+        if are_many
+        else "Too few recordings to compare score and level",
         f"{how_many(len(audible), 'recording')} that are not silent{fewer}",
         height=320,
         xaxis={"title": {"text": "level (dB re full scale)"}},
@@ -179,21 +180,20 @@ def training_report(
     cross_validation: CrossValidation | None = None,
 ) -> Path:  # raises OutputError, SpaceError
     "Write the report of a training."
-    lines = [evaluation_text(result.detector.evaluations)]
-    sections = list[Section]()
-    if evaluation is not None:
-        lines = [evaluation.finding]
-        sections = evaluation.sections()
-    if cross_validation is not None:
-        sections.append(Section("Cross-validation", [*cross_validation.plots().values(), cross_validation]))
-    if result.epochs:
-        sections.append(Section("Learning curves", [*result.plots().values(), result.history[_CURVES]]))
-    sections.append(Section("Training", [result]))
+    known = evaluation_text(result.detector.evaluations)
+    folds = [] if cross_validation is None else [*cross_validation.plots().values(), cross_validation]
+    sections = [
+        *([] if evaluation is None else evaluation.sections()),
+        *[Section("Cross-validation", folds)] * bool(folds),
+        *[Section("Learning curves", [*result.plots().values(), result.history[_CURVES]])]
+        * bool(result.epochs),
+        Section("Training", [result]),
+    ]
     stamp = result.summary["stamp"]
     return write_report(
         path,
         f"Training of {show_path(result.model_path)}",
-        "\n".join(dict.fromkeys(filter(None, [stamp, *lines]))),
+        "\n".join(filter(None, [stamp, known if evaluation is None else evaluation.finding])),
         sections,
         ok=None if stamp or evaluation is None else evaluation.beats,
     )

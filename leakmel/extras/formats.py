@@ -118,12 +118,16 @@ def columns_of(
     "Return the columns of some rows, lists of texts or arrays; raises VerifyError for a damaged file."
     data, file = source.data, source.data.file
     labels = data.labels[start:stop]
-    page: dict[str, Any] = {"row": np.arange(start, stop), "split": [source.split] * (stop - start)}
-    page |= {"label": [data.class_names[k] for k in labels.tolist()], "label_id": labels.astype(np.int16)}
     with damage_errors(data.path):
-        page |= export.path_columns(file["files/path"][start:stop].tolist())
-        page["row_digest"] = _values(file["digests/rows"], start, stop)
-        page |= {name: _values(file[f"files/{name}"], start, stop) for name in column_names(data)}
+        page: dict[str, Any] = {
+            "row": np.arange(start, stop),
+            "split": [source.split] * (stop - start),
+            "label": [data.class_names[k] for k in labels.tolist()],
+            "label_id": labels.astype(np.int16),
+            **export.path_columns(file["files/path"][start:stop].tolist()),
+            "row_digest": _values(file["digests/rows"], start, stop),
+            **{name: _values(file[f"files/{name}"], start, stop) for name in column_names(data)},
+        }
         return page | {"silent": page["silent"].astype(bool)}
 
 
@@ -409,9 +413,7 @@ def _mel_schema(source: ExportSource) -> Any:  # pyarrow.Schema, with the featur
     }
     words = {"float": "float32", "double": "float64"}
     features: dict[str, Any] = {
-        name: {"dtype": words.get(str(kind), str(kind)), "_type": "Value"} for name, kind in fields.items()
-    }
-    features |= {
+        **{n: {"dtype": words.get(str(kind), str(kind)), "_type": "Value"} for n, kind in fields.items()},
         "mel": {"shape": shape, "dtype": "float16", "_type": f"Array{len(shape)}D"},
         "label": {"names": source.data.class_names, "_type": "ClassLabel"},
     }
@@ -577,7 +579,7 @@ def card(
     given = Path(os.path.abspath(path))
     is_model = not _is_data_set(given)
     if is_model:
-        from leakmel.detector.model.cards import card_name, card_of_model
+        from leakmel.detector.model.detector import card_name, card_of_model
         from leakmel.detector.model.files import model_file
 
         given = Path(os.path.abspath(model_file(given)))

@@ -43,8 +43,15 @@ from leakmel.detector.data.splits import (
     recordings_table,
 )
 from leakmel.detector.metrics import metrics, significance
-from leakmel.detector.model import card, cards, files, spectral
-from leakmel.detector.model.detector import Detector, check_features, class_scores, load_detector, score_rows
+from leakmel.detector.model import card, files, spectral
+from leakmel.detector.model.detector import (
+    Detector,
+    check_features,
+    class_scores,
+    load_detector,
+    score_rows,
+    update_card,
+)
 from leakmel.detector.model.net import LeakNet
 from leakmel.detector.model.settings import (
     RESUME,
@@ -231,6 +238,7 @@ class SegmentSubset(Segments):
         self.numbers = np.flatnonzero(every != LEFT_OUT)
         self.labels = every[self.numbers]
         self.rows = self.numbers // self.row_shape[0]
+        self.segment_counts = self._count_segments(self.rows)
         self.n_too_short = 0
         self.preload(preload_to_ram, progress)
 
@@ -477,10 +485,9 @@ def decide(testing: Comparison, figure: str = "auc") -> tuple[bool, str]:
         f"the challenger is worse, {name} {d} on testing": d.is_worse,
         f"the challenger is not shown to be better, {name} {d} on testing": not d.is_better,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            return False, f"The champion stays: {reason}."
-    return True, f"The challenger replaces the champion: {name} {d} on testing."
+    reason = next((text for text, holds in reasons.items() if holds), "")
+    replaces = f"The challenger replaces the champion: {name} {d} on testing."
+    return not reason, f"The champion stays: {reason}." if reason else replaces
 
 # %% ../../nbs/extras/retrain.ipynb #a8bda1d5
 def check_overlap(
@@ -618,7 +625,7 @@ class Round(RowTable):
         "Return pairs of a name and a text."
         r, duel = self.record, self.duels["testing"]
         figure = r["rules"]["metric"]
-        new = [
+        kept = [
             f"{show_path(k)} {how_many(c['recordings'], 'recording')}, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
             for k, c in r["kept"].items()
         ]
@@ -626,12 +633,12 @@ class Round(RowTable):
             "too_short": "too short, left out",
             "left_to_replay": "in the replay data and learned from there",
         }
-        new += [f"{r['new'][n]:,} {text}" for n, text in apart.items() if r["new"][n]]
+        left = [f"{r['new'][n]:,} {text}" for n, text in apart.items() if r["new"][n]]
         both = " -> ".join(f"{model.figures[figure]:.3f}" for model in (duel.champion, duel.challenger))
         return [
             *(("BEWARE", stamp) for stamp in r["stamps"]),
             ("decision", self.reason),
-            ("new", "; ".join(new)),
+            ("new", "; ".join([*kept, *left])),
             ("replayed", "{recordings:,} old recordings, {segments:,} segments".format(**r["replay"])),
             ("testing", f"{figure} {both}, difference {duel.differences[figure]}"),
             ("record", show_path(self.folder / files.RECORD)),
@@ -663,7 +670,7 @@ def finish_interrupted_round(folder: Path) -> files.Lineage | None:
         if winner.round != number:
             raise ValueError(f"a challenger of round {winner.round}")
     files.require_digest(folder / winner.model, winner.digest)
-    lineage = lineage.follow(winner)
+    lineage = replace(lineage, champions=(*lineage.champions, winner))
     files.write_lineage(folder, lineage)
     return lineage
 
@@ -679,9 +686,8 @@ def choose_items(
 ) -> tuple[Selection, np.ndarray]:  # of new recordings; [n, L] int64 class of each replayed segment, -1: none
     "Choose the training items: apply labels by people, select, draw."
     new, old = parts["new recordings"], parts["replay"]
-    labels = np.full(len(new.rows), UNLABELLED)
-    if human is not None:
-        labels = read_human_labels(human, new, champion.task)
+    unknown = np.full(len(new.rows), UNLABELLED)
+    labels = unknown if human is None else read_human_labels(human, new, champion.task)
     known = {**earlier, **labels_by_content(new, labels)}
     found = select_segments(champion, new, scores, apply_human_labels(new, labels, known), rules)
     held = set(content_digests(old)) - {""}
@@ -723,7 +729,7 @@ def conclude(
         "round": {"number": number, "champion": asdict(lineage.current)},
     }
     winner = save_champion(folder, number, challenger)
-    cards.update_card(challenger, here / files.MODEL)
+    update_card(challenger, here / files.MODEL)
     kept = selection.table(champion.task).to_csv(index=False).encode("utf-8", "backslashreplace")
     record = {
         "format": "leakmel round 3",
@@ -741,7 +747,7 @@ def conclude(
     write_whole(here / "kept.csv", kept)
     write_whole(here / files.RECORD, sealed_json(record))
     if replaced:  # after the record, from which an interrupted round is finished
-        files.write_lineage(folder, lineage.follow(winner))
+        files.write_lineage(folder, replace(lineage, champions=(*lineage.champions, winner)))
     rmtree(here / "checkpoints", ignore_errors=True)  # the round is over
     announce(reason, show=show)
     return Round(
@@ -890,9 +896,9 @@ def retrain(
                 warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=2)
             scores = scored(class_scores, holder, new, "predicting")
             selection, again = choose_items(holder, parts, scores, human_labels, earlier, rules, number)
-            facts = {"number": number, "stamps": stamps, "rules": asdict(rules)}
-            facts["settings"] = json.loads(json.dumps(asdict(own)))
-            facts |= items_record(parts, holder.task, selection, again)
+            plain = json.loads(json.dumps({"rules": asdict(rules), "settings": asdict(own)}))
+            learned_from = items_record(parts, holder.task, selection, again)
+            facts = {"number": number, "stamps": stamps, **plain, **learned_from}
             if lineage is None:
                 lineage = files.Lineage((save_champion(folder, 0, holder),), digest)
                 files.write_lineage(folder, lineage)

@@ -128,9 +128,13 @@ class Embeddings:
     def save(self, path: str | os.PathLike) -> Path:  # raises OutputError
         "Write the embeddings to a .npz file, as a whole or not at all; replaces other embeddings only."
         target = _checked_target(path)
-        about = {name: getattr(self, name) for name in ("kind", "identity", "length", *_TEXTS)}
-        # names that are no text are kept: JSON escapes what stands for their bytes
-        about |= {"format": FORMAT, "spec": self.spec.to_dict(), "paths": list(map(os.fsdecode, self.paths))}
+        about = {
+            **{name: getattr(self, name) for name in ("kind", "identity", "length", *_TEXTS)},
+            "format": FORMAT,
+            "spec": self.spec.to_dict(),
+            # names that are no text are kept: JSON escapes what stands for their bytes
+            "paths": list(map(os.fsdecode, self.paths)),
+        }
         out = io.BytesIO()
         np.savez(
             out,
@@ -206,8 +210,11 @@ def load_embeddings(
         }
         if any(wrong.values()):
             raise ValueError(", ".join(text for text, holds in wrong.items() if holds))
-        about |= {name: tuple(map(os.fsdecode, about[name])) for name in _TEXTS}
-        about |= {"paths": tuple(map(os.fsencode, about["paths"])), "spec": MelSpec(**about["spec"])}
+        about |= {
+            **{name: tuple(map(os.fsdecode, about[name])) for name in _TEXTS},
+            "paths": tuple(map(os.fsencode, about["paths"])),
+            "spec": MelSpec(**about["spec"]),
+        }
         return Embeddings(vectors=vectors, rows=rows, **about)
     except Exception as e:  # parsers of damaged bytes raise what they like
         raise DataError(
@@ -704,8 +711,7 @@ def similar(
     numbers, distances = nearest(found.vectors, own.vectors[0].astype(np.float64), k)
     neighbours = []
     for i, apart in zip(numbers.tolist(), distances.tolist(), strict=True):
-        mark = SAME_FEATURES if apart < _SAME else ""
-        if own.digests[0] and found.digests[i] == own.digests[0]:
-            mark = SAME_CONTENT
+        is_copy = own.digests[0] and found.digests[i] == own.digests[0]
+        mark = SAME_CONTENT if is_copy else SAME_FEATURES if apart < _SAME else ""
         neighbours.append(Neighbour(found.paths[i], found.labels[i], 1 / (1 + apart), apart, mark, i))
     return SimilarRecordings(path, tuple(neighbours), found, used_length)

@@ -89,8 +89,8 @@ def plan_scoring(
     inputs = {
         "data": f"{show_path(folder)}: {note}",
         "model": f"{show_path(model)}: {model_note}" if model else without,
+        **({"task": repr(detector.task)} if detector else {}),
     }
-    inputs |= {"task": repr(detector.task)} if detector else {}
     return model, detector, DetectorPlan(inputs, folder, {"folder": folder, "manifest": manifest})
 
 # %% ../../nbs/operations/detector.ipynb #d69278ee
@@ -109,8 +109,9 @@ def find_data_sets(
     from leakmel.dataset.pipeline import find_data, is_demo
     from leakmel.dataset.schema import data_set_name
 
-    names = (data_set_name("TRAINING"), data_set_name(""))
-    newest = [path for path in newest_files("*_DATASET.H5") if path.name in names]
+    newest = [
+        path for path in newest_files("*_DATASET.H5") if path.name in map(data_set_name, ("TRAINING", ""))
+    ]
     if data is not None:
         folder, note = user_path(data), "given as data"
     elif newest:
@@ -122,10 +123,8 @@ def find_data_sets(
         note = f"built from {show_path(root)}: {origin}"
         lm.build_all(root, out_dir=folder, progress=progress)
     files = {"training": find_data_set(folder, "training")} | _in_folder(folder)
-    for part, path in (("validation", validation), ("testing", testing)):
-        if path is not None:
-            files[part] = find_data_set(path, part)
-    return files, note
+    named = {"validation": validation, "testing": testing}
+    return files | {part: find_data_set(path, part) for part, path in named.items() if path is not None}, note
 
 
 def _in_folder(folder: Path) -> dict[str, Path]:
@@ -171,8 +170,10 @@ def find_test_sets(
 
     folders = [_in_folder(user_path(p)) for p in data]
     whole = [(user_path(p) / data_set_name("")).is_file() for p in data]  # of a folder without splits
-    given = {"training": training, "validation": validation, "testing": data}
-    found = {part: [find_data_set(p, part) for p in given[part]] for part in ("training", "validation")}
+    found = {
+        part: [find_data_set(p, part) for p in own] or [files[part] for files in folders if part in files]
+        for part, own in (("training", training), ("validation", validation))
+    }
     way = "evaluate by cross-validation (leakmel train {} --cross-validate --out {}), or name the file of a test set"
     found["testing"] = [
         find_data_set(
@@ -180,8 +181,6 @@ def find_test_sets(
         )
         for p, own, is_whole in zip(data, folders, whole, strict=True)
     ]
-    for part in ("training", "validation"):
-        found[part] = found[part] or [files[part] for files in folders if part in files]
     return {part: files for part, files in found.items() if files}
 
 # %% ../../nbs/operations/detector.ipynb #80f9e743
@@ -298,7 +297,7 @@ class WithTraining(Operation):
         self, out: Path, run: Run, parts: Collection[str], *, needs_validation: bool = False
     ) -> DetectorPlan:
         "Find the data sets, split them by groups if requested, and check what can be checked before the parts are read."
-        from leakmel.detector.data.segments import Segments, close_opened, make_task, open_sources
+        from leakmel.detector.data.segments import Segments, make_task, open_parts
         from leakmel.detector.data.splits import DEFAULT_SHARES, group_split, without_validation
         from leakmel.detector.model.files import list_checkpoints, pick_device
         from leakmel.recordings.labels import read_labels
@@ -307,21 +306,17 @@ class WithTraining(Operation):
         files, note = self.find(run)
         if self.validation == "none" and self.group is None:
             files.pop("validation", None)
-        rows = {"data": note} | {part: show_path(path) for part, path in files.items()}
         labels = vars(self).get("labels")  # a search has none
-        read = [part for part in files if part in parts]
+        read = {part: path for part, path in files.items() if part in parts}
         # by label names: recordings for testing may have been built alone
         by_name = self.group is None and "testing" in read
         people = None if labels is None else read_labels(labels)
-        checked = [files[part] for part in read]
-        opened = open_sources(checked, legacy=self.legacy, same_labels=not by_name, people=people)
-        try:
-            task = make_task(opened[0].class_names, **self.of_task)
+        with open_parts(read, people, legacy=self.legacy, same_labels=not by_name) as opened:
+            task = make_task(opened["training"][0].class_names, **self.of_task)
             if by_name:
-                Segments(opened[read.index("testing")], level="recording", task=task, preload_to_ram=False)
-        finally:
-            close_opened(opened, checked)
+                Segments(opened["testing"], level="recording", task=task, preload_to_ram=False)
         given: dict[str, Any] = {"training": files["training"], "validation": files.get("validation")}
+        divided = {}
         if self.group is not None:
             every = list(files.values())
             split = group_split(
@@ -337,17 +332,22 @@ class WithTraining(Operation):
                 progress=run.progress,
             )
             given = {"training": every, "split": split}
-            rows["split"] = f"{split!r}. {split.method}"
+            divided = {"split": f"{split!r}. {split.method}"}
         own = values_of(self, "settings checkpoints device allow_leaky_split legacy resume")
         given |= self.of_task | {"labels": labels} | own
-        rows["leak"] = f"{show_path(task.leak_label)} ({self.kind})"
-        if labels is not None:
-            rows["labels"] = f"by people, {show_path(labels)}"
         values = {f.name: (getattr(self.settings, f.name), f.default) for f in fields(self.settings)}
         changes = [f"{name} {v}" for name, (v, default) in values.items() if v != default]
-        rows |= {"settings": ", ".join(changes) or "defaults", "device": device}
-        if left := list_checkpoints(out / "checkpoints"):
-            rows["resume"] = f"{self.resume}; the folder has a checkpoint of step {left[-1].step:,}"
+        left = [f"{c.step:,}" for c in list_checkpoints(out / "checkpoints")][-1:]
+        rows = {
+            "data": note,
+            **{part: show_path(path) for part, path in files.items()},
+            **divided,
+            "leak": f"{show_path(task.leak_label)} ({self.kind})",
+            **({} if labels is None else {"labels": f"by people, {show_path(labels)}"}),
+            "settings": ", ".join(changes) or "defaults",
+            "device": device,
+            **({"resume": f"{self.resume}; the folder has a checkpoint of step {left[0]}"} if left else {}),
+        }
         return DetectorPlan(rows, out, given, files)
 
 # %% ../../nbs/operations/detector.ipynb #73460649
@@ -428,13 +428,18 @@ class Train(WithTraining):
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Train and evaluate."
         from leakmel.detector.data.splits import recordings_table, sensor_command
-        from leakmel.detector.model.card import NO_SENSOR
+        from leakmel.detector.evaluate.evaluation import evaluation_answer
+        from leakmel.detector.model.card import NO_SENSOR, evaluation_text
 
         result = self.train(plan, run)
         evaluation = self.evaluate(plan, result, run)
         # a command in the first step is the one to paste
         step, _, command = next(iter(result.next_steps), "").partition("`")
-        lines = self._answer(result, evaluation, f"{step.rstrip(': ')}." if command else step)
+        known = [evaluation_text(result.detector.evaluations)]
+        found = known if evaluation is None else evaluation_answer(evaluation)
+        model = f"{show_path(result.model_path)}: {result.detector.kind} detector"
+        shown = f"{step.rstrip(': ')}." if command else step
+        lines = [result.summary["stamp"], *found[:3], shown, model, *found[3:]]
         rest = [repr(result), *([evaluation.report(run.width)] if evaluation is not None else [])]
         report: dict[str, str] = {}
         if self.report:
@@ -442,7 +447,6 @@ class Train(WithTraining):
 
             report["report"] = show_path(training_report(result, evaluation, plan.out / "report.html"))
             lines.insert(4, f"report: {report['report']}")
-        body = run_summary(result, evaluation) | report
         with lm.open_dataset(plan.files["training"], legacy=self.legacy) as ds:
             named = sensor_command(recordings_table([ds], progress="none")) if NO_SENSOR in step else ""
         then = (
@@ -453,28 +457,23 @@ class Train(WithTraining):
             "leakmel train"
         ):  # a cross-validation, with the settings of this training
             unused = ("out", "resume", "allow_leaky_split", "evaluation", "checkpoints", "report")
-            out = free_name(f"{self.out}-folds")
-            then = self.typed("--cross-validate", "--out", out, leave_out=unused)
-        return Outcome(result, body, run.answer(lines, rest, next=named or then))
-
-    def _answer(self, result: "lm.TrainResult", evaluation: "lm.Evaluation | None", step: str) -> list[str]:
-        "Return what a person acts on: the detector, its evaluation, and the next step."
-        from leakmel.detector.evaluate.evaluation import evaluation_answer
-        from leakmel.detector.model.card import evaluation_text
-
-        known = evaluation_text(result.detector.evaluations)
-        lines = [known] if evaluation is None else evaluation_answer(evaluation)
-        model = f"{show_path(result.model_path)}: {result.detector.kind} detector"
-        return [result.summary["stamp"], *lines[:3], step, model, *lines[3:]]
+            then = self.typed("--cross-validate", "--out", free_name(f"{self.out}-folds"), leave_out=unused)
+        return Outcome(
+            result, run_summary(result, evaluation) | report, run.answer(lines, rest, next=named or then)
+        )
 
     def resample(
         self, files: Sequence[Path], out: Path, run: Run
     ) -> "lm.CrossValidation | lm.Generalisation | lm.LearningCurve | None":
         "Evaluate by cross-validation over the recordings of all data sets; None: not requested."
         group = self.group or "sensor"
-        own = values_of(self, "settings device legacy labels")
-        given = self.of_task | own | {"out": out, "progress": run.progress}
-        given |= {n: v for n, v in values_of(self, "n_folds seeds").items() if v is not None}
+        given = {
+            **self.of_task,
+            **values_of(self, "settings device legacy labels"),
+            **{n: v for n, v in values_of(self, "n_folds seeds").items() if v is not None},
+            "out": out,
+            "progress": run.progress,
+        }
         if self.learning_curve:
             return lm.learning_curve(files, group=group, **given)
         if not self.cross_validate:
@@ -616,9 +615,8 @@ class Evaluate(Operation):
             "votes": ", ".join(self.votes),
             "intervals": f"over each {self.group}",
             "device": device,
+            **({} if self.labels is None else {"labels": f"by people, {show_path(self.labels)}"}),
         }
-        if self.labels is not None:
-            inputs["labels"] = f"by people, {show_path(self.labels)}"
         given = {
             "model": model,
             "data": parts["testing"],
@@ -734,15 +732,17 @@ class Predict(Operation):
         out = self.out and user_path(self.out)
         if run.keeps:
             out = run_folder(self.out, "predict") / "predictions.csv"
-        shown = {
+        given = {
+            **plan.given,
             "model": detector,
             "device": device,
             "out": out,
             "all_columns": self.all_columns or "all" in words,
+            **values_of(
+                self,
+                "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster",
+            ),
         }
-        given = {**plan.given, **shown} | values_of(
-            self, "split vote threshold false_alarms frac length engine files_per_batch read_workers cluster"
-        )
         inputs = {
             **plan.inputs,
             "spec": repr(detector.spec),

@@ -31,13 +31,13 @@ RINGS = {
 # At last decisions on features saved 309 statements, and these took 313: a list of sensors without a model (280; nights have 541 of the 800 that they
 # were promised), and sensor, time and label of leaks that a table or a data set shows.
 BUDGETS = {
-    "statements": 27_520,  # only goes down
+    "statements": 27_473,  # only goes down
     "statements, rings 0 and 1": 14_395,  # only goes down
-    "statements, ring 2": 6_777,  # only goes down
+    "statements, ring 2": 6_624,  # only goes down
     "statements, ring 3": 6_094,  # only goes down
     "statements, command line": 254,  # only goes down
     "lines": 50_668,  # only goes down
-    "modules": 95,  # only goes down
+    "modules": 93,  # only goes down
     "modules under 40 statements": 2,  # only goes down
     "packed assignments": 352,  # only goes down
     "packed assignments of more than two": 38,  # only goes down

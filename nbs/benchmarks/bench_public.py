@@ -9,8 +9,7 @@ from typing import Any
 
 import leakmel as lm
 from leakmel.extras.machine.bench import record_head
-from leakmel.extras.sets.catalogue import SETS
-from leakmel.extras.sets.fetch import SET_FILE, FetchedSet
+from leakmel.extras.sets.fetch import SET_FILE, SETS, FetchedSet
 
 
 @dataclass(frozen=True)

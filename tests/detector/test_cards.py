@@ -21,8 +21,7 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, MissingPackageError, OutputError, SpaceError
 from leakmel.detector.data.segments import make_task
 from leakmel.detector.model.card import EvaluationRecord
-from leakmel.detector.model.cards import update_card
-from leakmel.detector.model.detector import Detector, load_detector
+from leakmel.detector.model.detector import Detector, load_detector, update_card
 from leakmel.detector.model.net import LeakNet, NetSettings
 from leakmel.detector.predict.predict import COLUMNS, SHORT_COLUMNS
 from leakmel.extras.nightly.history import History, HistoryEntry

@@ -41,8 +41,7 @@ from leakmel.detector.model.card import (
     provenance_of,
     record_from_plain,
 )
-from leakmel.detector.model.cards import model_card
-from leakmel.detector.model.detector import load_detector
+from leakmel.detector.model.detector import load_detector, model_card
 from leakmel.detector.model.files import load_plain, plain_bytes
 from leakmel.extras.onnx import export_onnx
 from leakmel.extras.review.suggest import suggest

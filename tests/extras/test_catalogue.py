@@ -2,7 +2,7 @@
 
 from each import each
 
-from leakmel.extras.sets.catalogue import SETS
+from leakmel.extras.sets.fetch import SETS
 
 CASES = [
     # both hydrophones, with and without noise: one physical test

@@ -23,7 +23,7 @@ import soundfile
 from scipy import signal
 from scipy.stats import binom
 
-from leakmel.extras.locate.cross_spectra import METHODS, correlogram, cross_spectra, synthetic_pair
+from leakmel.extras.locate.correlate import METHODS, correlogram, cross_spectra, synthetic_pair
 
 correlate: Any = lm.correlate  # positions and limits may be None
 PIPE: dict[str, Any] = {"distance_m": 120.0, "speed_m_s": 1200.0}

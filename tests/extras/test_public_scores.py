@@ -11,7 +11,7 @@ from made_sets import hongkong_loggers
 from record_server import RecordServer
 
 import leakmel as lm
-from leakmel.extras.sets.catalogue import SETS
+from leakmel.extras.sets.fetch import SETS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

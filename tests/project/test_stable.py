@@ -41,7 +41,7 @@ from tiny_training import tiny_words
 
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.extras.locate.cross_spectra import synthetic_pair
+from leakmel.extras.locate.correlate import synthetic_pair
 
 pytestmark = [
     pytest.mark.quick,

@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../../nbs/detector/data/segments.ipynb #3b30aff2
 import logging
-import math
 import os
 import re
 import zlib
@@ -201,15 +200,13 @@ def conform_recording(recording: Recording, spec: MelSpec, length: str = "whole"
 
     Returns [n] int16 or float32, and the status; raises RecordingError (wrong_rate, too_short, ...).
     """
-    rules = spec.rules
-    n = resampled_length(len(recording.samples), recording.sample_rate, rules.sample_rate)
+    n = resampled_length(len(recording.samples), recording.sample_rate, spec.sample_rate)
     if n < spec.long_window:
         raise RecordingError(
             "too_short",
-            f"{n} samples at {rules.sample_rate} Hz are fewer than one long segment of {spec.long_window}",
+            f"{n} samples at {spec.sample_rate} Hz are fewer than one long segment of {spec.long_window}",
         )
-    if length == "whole":
-        rules = replace(rules, n_samples=n)
+    rules = replace(spec.rules, n_samples=n) if length == "whole" else spec.rules
     row, status = conform(recording.samples, recording.sample_rate, rules, use_compiled=True)
     return row[:n], status
 
@@ -455,6 +452,7 @@ class Segments(AbstractContextManager["Segments"]):
             counts = self._count_segments(rows)
             self.rows = rows[counts > 0]  # [n] int64, counted through the sources
             self.labels = classes[counts > 0]  # [n] int64, class of each row
+            # [n] int64, long segments of each row that lie wholly in its recording, 1 to L
             self.segment_counts = counts[counts > 0]
             self.n_too_short = int((counts == 0).sum())  # recordings without a long segment, not in `rows`
             self.preload(preload_to_ram, progress)
@@ -471,11 +469,6 @@ class Segments(AbstractContextManager["Segments"]):
         fits = preload_to_ram == "auto" and self.n_bytes <= free_memory() // 2
         if self.preloaded is None and (preload_to_ram is True or fits):
             self.preloaded = load_items(self, torch.device("cpu"), progress=progress)
-
-    @cached_property
-    def segment_counts(self) -> np.ndarray:
-        "[n] int64, long segments of each row that lie wholly in its recording, 1 to L."
-        return self._count_segments(self.rows)
 
     def _count_segments(self, rows: np.ndarray) -> np.ndarray:
         "Count [n] int64 long segments of each row that lie wholly in its recording."
@@ -663,10 +656,7 @@ class BatchOrder:
     def _all_items(self, rng: np.random.Generator) -> Iterator[np.ndarray]:
         "All items in order: one array, or one for each buffer of a block shuffle."
         n_rows = len(self.row_starts) - 1
-        if self.shuffle and not self.block_rows:
-            yield rng.permutation(int(self.row_starts[-1]))
-            return
-        step = self.block_rows or n_rows
+        step = self.block_rows or n_rows  # of one block an order of blocks draws no random number
         blocks = np.arange(-(-n_rows // step))
         if self.shuffle:
             blocks = rng.permutation(blocks)
@@ -682,7 +672,7 @@ class BatchOrder:
         if self._made[0] != epoch:
             rng = np.random.default_rng([self.seed, epoch])
             # a share above 1 draws the items again and again
-            parts = [p for _ in range(max(1, math.ceil(self.epoch_share))) for p in self._all_items(rng)]
+            parts = [p for _ in range(max(1, int(np.ceil(self.epoch_share)))) for p in self._all_items(rng)]
             ends = np.minimum(np.cumsum([len(p) for p in parts]), self.n_items)
             self._made = epoch, np.concatenate(parts)[: self.n_items], np.unique(ends)
         return self._made[1:]

@@ -70,8 +70,8 @@ def group_values(
     name = "path" if pattern else group
     if isinstance(name, str):
         table = with_date(table) if name == "date" else table
-        if name not in table and f"extra/{name}" in table:
-            name = f"extra/{name}"  # a column of the table that the data set was built from
+        # also a column of the table that the data set was built from
+        name = next((column for column in (name, f"extra/{name}") if column in table), name)
         if name not in table:
             raise UsageError(
                 "the column to group by does not exist",
@@ -220,9 +220,7 @@ def _divide_greedily(scaled: np.ndarray, shares: np.ndarray, rng: np.random.Gene
             if old >= 0:
                 got[old] = np.maximum(got[old] - scaled[g], 0)
             gain = _costs(got + scaled[g], shares).sum(1) - _costs(got, shares).sum(1)
-            best = int(gain.argmin())
-            if old >= 0 and gain[best] > gain[old] - 1e-12:
-                best = old
+            best = old if old >= 0 and gain.min() > gain[old] - 1e-12 else int(gain.argmin())
             parts[g] = best
             got[best] += scaled[g]
         if np.array_equal(parts, before):
@@ -318,9 +316,8 @@ def _is_separable(
     inside = np.flatnonzero(part >= 0)
     alone = np.array([v or f"\0{k}" for k, v in enumerate(values[inside])], dtype=object)
     code = np.unique(alone, return_inverse=True)[1]
-    kept = [_texts(table, "sensor"), table["content"].to_numpy(object)]
-    kept += [] if groups is None else [groups.astype(np.str_).astype(object)]
-    for other in kept:
+    kept = [] if groups is None else [groups.astype(np.str_).astype(object)]
+    for other in (_texts(table, "sensor"), table["content"].to_numpy(object), *kept):
         code = join_groups(code, other[inside])
     labels = table["label"].to_numpy(object)[inside]
     alike = (labels == label for label in set(labels))
@@ -342,9 +339,8 @@ def find_shared(
         "recording": names_by_sensor(table, stems),
         "content": table["content"].to_numpy(object),
     } | dict(grouped_by or {})
-    show = {"sensor": _texts(table, "sensor", str)}
-    if "path" in table:
-        show["content"] = table["path"].to_numpy(object)
+    paths = {"content": table["path"].to_numpy(object)} if "path" in table else {}
+    show = {"sensor": _texts(table, "sensor", str)} | paths
     found = [shared_values(v, part, names, kind, show.get(kind)) for kind, v in columns.items()]
     covered = np.any([_in_several(values, part) for values in columns.values()], axis=0)
     dated = with_date(table)
@@ -478,11 +474,13 @@ def _check_split(
         for k, label in enumerate(class_names)
     }
     problems = [
-        Problem("empty_label", show_path(label), f"the label has no recording in {', '.join(own)}")
-        for label, own in lacking.items()
-        if 0 < len(own) < len(parts)
+        *(
+            Problem("empty_label", show_path(label), f"the label has no recording in {', '.join(own)}")
+            for label, own in lacking.items()
+            if 0 < len(own) < len(parts)
+        ),
+        *_tied_labels(table.iloc[inside], labels[inside], class_names),
     ]
-    problems += _tied_labels(table.iloc[inside], labels[inside], class_names)
     unchecked = tuple(
         kind
         for kind, name in (("sensor", "sensor"), ("recording", "path"))
@@ -646,19 +644,23 @@ def _remedy(
     "Return what to do where a part would lack a label."
     counts = label_counts(units, labels)
     fewer = without_validation(shares)
-    ways = list[str]()
-    if not needs_validation and 1 < len(fewer) < len(shares) and not _divide(units, labels, fewer, seed)[1]:
-        ways.append(f"--validation none (in Python shares={fewer})")
-    if not needs_validation and len(counts) <= 10 and can_be_left_out(counts).all():
-        ways.append("--cross-validate (lm.cross_validate), where each group is held out once")
-    if task and task.leak_in_data not in lacking and counts.any(0).sum() > len(lacking) + 1:
-        rare = [n for n, k in zip(task.class_names, task.to_model, strict=True) if k == LEFT_OUT]
-        rare += [task.class_names[k] for k in lacking]
-        ways.append(f"--leave-out {shlex.quote(','.join(rare))}")
     totals = counts.sum(0)
-    if not is_allowed and totals[totals > 0].min() >= len(shares):
-        ways.append("--allow-leaky-split (allow_leaky_split=True), which marks all results as leaky")
-    return "use one of: " + "; ".join(ways) if ways else "add recordings of other groups with these labels"
+    may_leave_out = task and task.leak_in_data not in lacking and counts.any(0).sum() > len(lacking) + 1
+    classes = list(zip(task.class_names, task.to_model, strict=True)) if task else []
+    rare = [n for n, k in classes if k == LEFT_OUT] + [classes[k][0] for k in lacking if classes]
+    ways = {
+        f"--validation none (in Python shares={fewer})": not needs_validation
+        and 1 < len(fewer) < len(shares)
+        and not _divide(units, labels, fewer, seed)[1],
+        "--cross-validate (lm.cross_validate), where each group is held out once": not needs_validation
+        and len(counts) <= 10
+        and can_be_left_out(counts).all(),
+        f"--leave-out {shlex.quote(','.join(rare))}": may_leave_out,
+        "--allow-leaky-split (allow_leaky_split=True), which marks all results as leaky": not is_allowed
+        and totals[totals > 0].min() >= len(shares),
+    }
+    found = "; ".join(way for way, holds in ways.items() if holds)
+    return f"use one of: {found}" if found else "add recordings of other groups with these labels"
 
 
 def can_be_left_out(

@@ -54,8 +54,7 @@ from leakmel.detector.model.card import (
     find_overlap,
     provenance_of,
 )
-from leakmel.detector.model.cards import update_card
-from leakmel.detector.model.detector import Detector, load_detector, score_rows
+from leakmel.detector.model.detector import Detector, load_detector, score_rows, update_card
 from leakmel.detector.model.files import CHAMPION_FILE, model_file, pick_device, require_result
 from leakmel.detector.model.spectral import BASELINE_TITLES, baseline_features, fold_baselines, judge
 from leakmel.detector.train.state import Sources, row_digests, too_short, trailing_silence
@@ -157,16 +156,20 @@ class Evaluation:
         truth = self.table["leak"].to_numpy(bool)
         stamp = f"{LEAKY_SPLIT} " if self.leaky else ""
         verdict = self.verdict if self.baselines else None
-        found = {
+        groups = (
+            {"groups": plots.group_figure(truth, self.detector, self.groups, stamp=stamp)}
+            if self.has_groups
+            else {}
+        )
+        return {
             "roc": plots.roc_figure(
                 truth, [*self.votes.values()], [*self.baselines.values()], verdict=verdict, stamp=stamp
             ),
             "confusion": plots.confusion_figure(truth, self.detector, self.task.leak_label, stamp=stamp),
             "reliability": plots.reliability_figure(self.calibration, self.calibrated, stamp=stamp),
+            **groups,
+            "errors": plots.errors_figure(self.worst, self.spec, stamp=stamp),
         }
-        if self.has_groups:
-            found["groups"] = plots.group_figure(truth, self.detector, self.groups, stamp=stamp)
-        return found | {"errors": plots.errors_figure(self.worst, self.spec, stamp=stamp)}
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -341,30 +344,33 @@ def evaluation_answer(
     unchecked = next((caution for caution in e.cautions if "was not checked" in caution), "")
     truth = e.table["leak"].to_numpy(bool)
     held = min(len(np.unique(e.groups.code[own])) for own in (truth, ~truth))
-    new = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}{e.detector.intervals['balanced_accuracy'].in_brackets('.2f')}"
-    if e.leaky:
-        new = "cannot be told from a leaky split"
-    elif unchecked:
-        new = f"cannot be told. {unchecked}"
-    elif not e.has_groups:
-        new = "cannot be told, because the sensors of the recordings are not known"
-    elif held < stats.MIN_GROUPS:
-        new = f"cannot be told, because a label comes from {how_many(held, noun_of(by))}, and {stats.MIN_GROUPS} are needed"
+    accuracy = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}"
+    few = f"a label comes from {how_many(held, noun_of(by))}, and {stats.MIN_GROUPS} are needed"
+    answers_at_new = {
+        "cannot be told from a leaky split": e.leaky,
+        f"cannot be told. {unchecked}": unchecked,
+        "cannot be told, because the sensors of the recordings are not known": not e.has_groups,
+        f"cannot be told, because {few}": held < stats.MIN_GROUPS,
+        f"{accuracy}{e.detector.intervals['balanced_accuracy'].in_brackets('.2f')}": True,
+    }
+    new = next(text for text, holds in answers_at_new.items() if holds)
     lines = list(e.stamps)
     if brief and e.leaky:  # the first reason
         stamp, *others = e.stamps[0].split("; ")
         lines = [stamp + " (and more: --full)" * bool(others or e.stamps[1:])]
-    lines += [f"{found} (threshold {e.detector.threshold:.2f})", f"better than a level meter: {level}"]
-    lines += [f"not shown to be better than: {', '.join(worse)}"] * bool(worse and level == "yes")
     cautions = [caution for caution in e.cautions if caution not in new]
     more = f" (and {len(cautions) - 1} more: --full)" * (brief and len(cautions) > 1)
     cautions = cautions[:1] if brief else cautions
-    lines.append(f"at a new {by if e.has_groups else 'sensor'}: {new}")
-    reached = f"balanced accuracy {e.detector.figures['balanced_accuracy']:.2f}; cross-validation promised"
-    promised = e.details.get("promised")
-    if promised is not None and "nan" not in reached:
-        lines.append(f"{reached} {promised:.2f}")
-    return [*lines, *(f"caution: {caution}{more}" for caution in cautions)]
+    promised = [e.details.get("promised")] * ("nan" not in accuracy)
+    return [
+        *lines,
+        f"{found} (threshold {e.detector.threshold:.2f})",
+        f"better than a level meter: {level}",
+        *[f"not shown to be better than: {', '.join(worse)}"] * bool(worse and level == "yes"),
+        f"at a new {by if e.has_groups else 'sensor'}: {new}",
+        *(f"{accuracy}; cross-validation promised {value:.2f}" for value in promised if value is not None),
+        *(f"caution: {caution}{more}" for caution in cautions),
+    ]
 
 # %% ../../../nbs/detector/evaluate/evaluation.ipynb #c81529ce
 def score_baselines(
@@ -380,17 +386,20 @@ def score_baselines(
     truth = np.concatenate([part.is_leak for part in parts])
     n, m = len(training.rows), len(ds.rows)
     validated = truth[n + m :]
+    has_both = 0 < validated.sum() < len(validated)
     features = baseline_features(*parts, progress=progress)
-    found = {}
-    for name, score in fold_baselines(features, truth, np.arange(n), np.arange(n, len(truth))).items():
-        chosen: dict[str, Any] = {}
-        if 0 < validated.sum() < len(validated):
-            chosen = {
-                "threshold": metrics.best_threshold(validated, score[m:]),
-                "threshold_from": "validation",
-            }
-        found[name] = stats.score_model(boot, score[:m], name=name, title=BASELINE_TITLES[name], **chosen)
-    return found
+    scores = fold_baselines(features, truth, np.arange(n), np.arange(n, len(truth)))
+    return {
+        name: stats.score_model(
+            boot,
+            score[:m],
+            name=name,
+            title=BASELINE_TITLES[name],
+            threshold=metrics.best_threshold(validated, score[m:]) if has_both else 0.5,
+            threshold_from="validation" if has_both else metrics.UNCHOSEN,
+        )
+        for name, score in scores.items()
+    }
 
 # %% ../../../nbs/detector/evaluate/evaluation.ipynb #633af05c
 @contextmanager
@@ -479,12 +488,6 @@ _VOTE_TITLES = {  # of each of VOTES, with the percentage of segments that "frac
 }
 
 
-def _details(detector: Detector, ds: Segments) -> dict[str, Any]:
-    "Return notes on the recordings, and the balanced accuracy that the cross-validation inside the training set promised."
-    inside = (own.balanced_accuracy for own in detector.evaluations if own.kind == CROSS_VALIDATION)
-    return {"too_short": ds.n_too_short, "silence": trailing_silence(ds), "promised": next(inside, None)}
-
-
 def _evaluation(
     detector: Detector,
     parts: Mapping[str, Segments],
@@ -495,14 +498,15 @@ def _evaluation(
     how: Mapping[str, Any],  # options of `score_rows`: device and files per batch
     progress: str,
     seed: int,  # of permutations
-    **found: Any,  # model, stamps and cautions of the result
+    cautions: Sequence[str],
+    **found: Any,  # model and stamps of the result
 ) -> Evaluation:
     "Score the test set, and compare the scores with labels and baselines."
     ds, training = parts[part], parts.get("training")
     began = time.perf_counter()
     with Progress(len(ds.rows), label=f"scoring {part}", show=progress) as bar:
         segments = score_rows(detector, ds, progress=bar.update, **how)
-    found["seconds"] = time.perf_counter() - began
+    seconds = time.perf_counter() - began
     ways = {
         rule: stats.score_model(
             boot,
@@ -514,20 +518,23 @@ def _evaluation(
         )
         for rule in dict.fromkeys((detector.vote, *votes))  # its own first
     }
-    simple = {}
-    if training is not None and 0 < training.is_leak.sum() < len(training.rows):
-        simple = score_baselines(boot, ds, training, parts.get("validation"), progress=progress)
+    base = (
+        score_baselines(boot, ds, training, parts.get("validation"), progress=progress)
+        if training is not None and 0 < training.is_leak.sum() < len(training.rows)
+        else {}
+    )
     own = ways[detector.vote]
-    verdict, notes = judge(boot, own, simple, detector.kind == "spectral", metric)
-    found["cautions"] = (*found["cautions"], *notes)
+    verdict, notes = judge(boot, own, base, detector.kind == "spectral", metric)
     calibration = None if detector.held_out is None else metrics.fit_calibration(detector.held_out)
     probability = None if calibration is None else calibration.probability(np.clip(own.score, 0, 1))
     table = recordings_of(ds).assign(
         group=text_column(boot.groups.names[k] for k in boot.groups.code),
         leak=boot.truth,
-        **{f"score_{n}": j.score for n, j in (ways | simple).items()},
+        **{f"score_{n}": j.score for n, j in (ways | base).items()},
         called_leak=own.score >= own.threshold,
     )
+    inside = (e.balanced_accuracy for e in detector.evaluations if e.kind == CROSS_VALIDATION)
+    notes_on = {"too_short": ds.n_too_short, "silence": trailing_silence(ds), "promised": next(inside, None)}
     # of data sets and of the rows that are selected; labels by people do not change it
     digests = (
         str(s.file.attrs.get(DIGEST_ATTRIBUTE, "")).encode() or row_digests(s, "none") for s in ds.sources
@@ -541,16 +548,16 @@ def _evaluation(
         groups=boot.groups,
         vote=detector.vote,
         votes=ways,
-        baselines=simple,
-        differences={
-            v: {b: stats.differences(boot, j, s) for b, s in simple.items()} for v, j in ways.items()
-        },
+        baselines=base,
+        differences={v: {b: stats.differences(boot, j, s) for b, s in base.items()} for v, j in ways.items()},
         verdict=verdict,
+        cautions=(*cautions, *notes),
+        seconds=seconds,
         control=stats.permutation_test(boot.truth, own.score, boot.groups, seed=seed),
         calibration=metrics.reliability(boot.truth, np.clip(metrics.vote_scores(segments, "mean"), 0, 1)),
         calibrated=None if probability is None else metrics.reliability(boot.truth, probability),
         worst=plots.worst_errors(ds, table, own, segments),
-        details={"part": part, **how, "draws": len(boot.times), "seed": seed} | _details(detector, ds),
+        details={"part": part, **how, "draws": len(boot.times), "seed": seed} | notes_on,
         **found,
     )
 
@@ -587,8 +594,7 @@ def evaluate(
         for name in asked:
             require_choice(f"the {what} is unknown", name, choices)
     given = {"training": training, "validation": validation}
-    twice = [name for name, own in given.items() if own is not None and (split is not None or name == part)]
-    if twice:
+    if twice := [n for n, own in given.items() if own is not None and (split is not None or n == part)]:
         raise UsageError(
             "a part of the data is given twice",
             code="given-twice",

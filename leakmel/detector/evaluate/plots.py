@@ -168,8 +168,7 @@ def threshold_slider(
 
     `change` returns what the slider sets at a threshold: properties of the traces, then of the layout.
     """
-    own = [now] if 0 <= now <= 1 else []
-    thresholds = np.unique([*np.linspace(0, 1, N_THRESHOLDS), *own]).tolist()
+    thresholds = np.unique([*np.linspace(0, 1, N_THRESHOLDS), *[now] * (0 <= now <= 1)]).tolist()
     active = min(int(np.searchsorted(thresholds, now)), len(thresholds) - 1)
     steps = [{"label": f"{t:.3g}", "method": "update", "args": change(t)} for t in thresholds]
     place = {"pad": {"t": 44, "b": 10}, "currentvalue": {"prefix": "threshold "}}

@@ -8,7 +8,6 @@ __all__ = ['CrossValidation', 'cross_validate', 'Generalisation', 'generalisatio
 # %% ../../../nbs/detector/evaluate/resampling.ipynb #cv000003
 import importlib.util
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -91,10 +90,9 @@ class Resampled(RowTable):
         "Return pairs of a name and a text: the time and the files, which end each result."
         n_read = self.n_fits - self.n_done
         again = f", {n_read:,} of them read from an earlier run" if n_read else ""
-        rows = [("time", f"{how_many(self.n_fits, 'fit')}{again}, {self.seconds:,.1f} s")]
-        if self.out is not None:
-            rows.append(("written", f"{show_path(self.out)}: {', '.join(result_files(self.name))}"))
-        return rows
+        time_text = f"{how_many(self.n_fits, 'fit')}{again}, {self.seconds:,.1f} s"
+        written = f"{show_path(self.out or '')}: {', '.join(result_files(self.name))}"
+        return [("time", time_text), *[("written", written)] * (self.out is not None)]
 
     def to_dict(self) -> dict[str, Any]:
         "Return plain values for JSON: those that all results have."
@@ -179,9 +177,8 @@ class CrossValidation(Resampled):
     def method(self) -> str:
         "How the folds were made, a sentence."
         groups = how_many(len(self.groups), self.groups.word)
-        how = f"{self.folds['fold'].max() + 1} folds, no {self.groups.by} in two"
-        if self.is_one_out:
-            how = f"each of {groups} was left out once"
+        several = f"{self.folds['fold'].max() + 1} folds, no {self.groups.by} in two"
+        how = f"each of {groups} was left out once" if self.is_one_out else several
         seeds = "" if len(self.seeds) == 1 else f", with {len(self.seeds)} seeds"
         return f"{how_many(len(self), 'recording')} ({how_many(self.table['leak'].sum(), 'leak')}) of {groups}: {how}{seeds}"
 
@@ -398,8 +395,11 @@ def open_resampling(
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
     lock = nullcontext() if folder is None else folder_lock(folder, title)
-    unloaded = replace(settings, preload_to_ram=False)  # a fit loads what it trains on
-    with open_training(data, settings=unloaded, progress=show, **how) as opened, lock:
+    # a fit loads what it trains on
+    with (
+        open_training(data, settings=replace(settings, preload_to_ram=False), progress=show, **how) as opened,
+        lock,
+    ):
         if folder is not None:
             for file, mark in result_files(name).items():
                 require_result(folder / file, f"result of a {title}", mark)
@@ -495,17 +495,17 @@ class Generalisation(Resampled):
                 rows.append(("left out", f"{title}: {g['left_out']['reason']}"))
                 continue
             found = self.tested[g["by"]]
-            rows.append(("by", f"{title}: {how_many(g['groups'], 'group')}, {figures_text(found.detector)}"))
-            if len(found.seeds) > 1:
-                reach = found.seeds["balanced_accuracy"]
-                text = f"balanced accuracy {reach.min():.3f} to {reach.max():.3f} with {len(reach)} seeds of the folds"
-                rows.append(("", text))
+            reach = found.seeds["balanced_accuracy"]
+            seeds = f"balanced accuracy {reach.min():.3f} to {reach.max():.3f} with {len(reach)} seeds of the folds"
             simple = {f"{m.title} {m.figures['auc']:.3f}": m.figures["auc"] for m in found.baselines.values()}
-            rows.append(("", f"AUC of baselines: {', '.join(simple)}"))
-            if better := [text for text, auc in simple.items() if auc >= found.detector.figures["auc"]]:
-                rows.append(("better", f"{', '.join(better)}: not below the detector, by {title}"))
-            if g["note"]:
-                rows.append(("", f"{g['note']}."))
+            better = ", ".join(text for text, auc in simple.items() if auc >= found.detector.figures["auc"])
+            rows += [
+                ("by", f"{title}: {how_many(g['groups'], 'group')}, {figures_text(found.detector)}"),
+                *[("", seeds)] * (len(reach) > 1),
+                ("", f"AUC of baselines: {', '.join(simple)}"),
+                *[("better", f"{better}: not below the detector, by {title}")] * bool(better),
+                *[("", f"{g['note']}.")] * bool(g["note"]),
+            ]
         return [*rows, ("answer", self.answer["text"]), *super().rows()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -533,7 +533,7 @@ class Generalisation(Resampled):
         }
         fig = auc_figure(
             pd.DataFrame(points),
-            re.split(r"[.:] ", self.answer["text"])[0],
+            self.answer["text"].replace(": ", ". ").partition(". ")[0],
             "AUC of recordings that were not trained on, with folds by each grouping; bars: 95 % confidence intervals",
             axis,
         )
@@ -631,8 +631,11 @@ def generalisation(
         for row in (row for row in rows if row["by"] in tested):
             result = tested[row["by"]]
             values = result.to_dict()
-            row |= {n: values[n] for n in ("recordings", "leaks", "kinds", "verdict", "beats")}
-            row |= {"method": result.method, "models": {n: m.summary for n, m in result.models.items()}}
+            row |= {
+                **{n: values[n] for n in ("recordings", "leaks", "kinds", "verdict", "beats")},
+                "method": result.method,
+                "models": {n: m.summary for n, m in result.models.items()},
+            }
             hardest.append(([row["by"], *row["same_groups"]][-1], result.groups, result.scores["detector"]))
         areas = {name: np.nan_to_num(result.detector.figures["auc"]) for name, result in tested.items()}
         rows.sort(key=lambda row: -areas.get(row["by"], -1))
@@ -682,8 +685,10 @@ class LearningCurve(Resampled):
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
         n_all = f"{how_many(len(self.groups.code), 'recording')} of {how_many(len(self.groups), self.groups.word)}"
-        rows = [("detector", f"{self.asked}, {n_all}")]
-        rows += [("", f"{text.rstrip('.')}.") for text in (self.note, self.groups.note) if text]
+        rows = [
+            ("detector", f"{self.asked}, {n_all}"),
+            *(("", f"{text.rstrip('.')}.") for text in (self.note, self.groups.note) if text),
+        ]
         for p in self.table.to_dict("records"):
             part = f"{p['recordings']:,.0f} recordings of {p['groups']:,.0f} {self.groups.word}s"
             auc = f"{p['auc']:.3f}{stats.Interval(p['auc_low'], p['auc_high']).in_brackets()}"

@@ -50,11 +50,6 @@ class Confusion:
     false_alarm: int  # others classified as a leak
     true_normal: int  # others classified as normal
 
-    @property
-    def n(self) -> int:
-        "Number of recordings."
-        return self.true_leak + self.missed_leak + self.false_alarm + self.true_normal
-
 
 def counts_by_group(
     truth: np.ndarray,  # [B] bool
@@ -109,11 +104,8 @@ class Roc:
     @property
     def auc(self) -> float:
         "Area under the curve, 0 to 1; NaN where a class is missing."
-        if len(self.threshold) == 1:
-            return float("nan")
-        return float(
-            np.sum(np.diff(self.false_alarm_rate) * (self.sensitivity[1:] + self.sensitivity[:-1])) / 2
-        )
+        area = np.sum(np.diff(self.false_alarm_rate) * (self.sensitivity[1:] + self.sensitivity[:-1])) / 2
+        return float(area) if len(self.threshold) > 1 else math.nan
 
 
 def roc(
@@ -150,9 +142,10 @@ def why_undefined(
 ) -> dict[str, str]:
     "Explain which figures are undefined, of labels [B] and scores [B]: only for figures that are NaN."
     c = confusion(y_true, score, threshold)
+    n = sum(vars(c).values())
     no_leak = not c.true_leak + c.missed_leak
     reasons = (  # the first one that holds counts
-        (not c.n, "no recording", FIGURES),
+        (not n, "no recording", FIGURES),
         (no_leak, "no recording is a leak", ("balanced_accuracy", "sensitivity", "auc")),
         (
             not c.false_alarm + c.true_normal,
@@ -160,12 +153,9 @@ def why_undefined(
             ("balanced_accuracy", "specificity", "auc"),
         ),
         (not c.true_leak + c.false_alarm, "no recording was classified as a leak", ("precision",)),
-        (c.n == c.true_normal, "no recording is a leak or was classified as one", ("f1",)),
+        (n == c.true_normal, "no recording is a leak or was classified as one", ("f1",)),
     )
-    why: dict[str, str] = {}
-    for holds, reason, figures in reasons:
-        why = (dict.fromkeys(figures, reason) if holds else {}) | why
-    return why
+    return {f: reason for holds, reason, figures in reversed(reasons) if holds for f in figures}
 
 # %% ../../../nbs/detector/metrics/metrics.ipynb #39295818
 def share_error(
@@ -359,12 +349,12 @@ class HeldOutScores:
 
 # %% ../../../nbs/detector/metrics/metrics.ipynb #de000006
 MIN_ISOTONIC = 1000  # recordings
-_MIN_SCORE = 1e-6  # the logit of 0 is infinite
+MIN_PROBABILITY = 1e-6  # the logit of 0 is infinite
 
 
 def logit(score: np.ndarray | float) -> np.ndarray:
     "Return the logit of scores, which are kept off 0 and 1."
-    p = np.clip(np.asarray(score, np.float64), _MIN_SCORE, 1 - _MIN_SCORE)
+    p = np.clip(np.asarray(score, np.float64), MIN_PROBABILITY, 1 - MIN_PROBABILITY)
     return np.log(p / (1 - p))
 
 

@@ -52,10 +52,16 @@ class Groups:
         return _WORDS.get(self.by, "group")
 
 
-def encode_groups(by: str, values: np.ndarray, note: str = "") -> Groups:
-    "Group recordings by a value of each."
+def encode_groups(
+    by: str,
+    values: np.ndarray,
+    note: str = "",  # empty: recordings without a value are told
+) -> Groups:
+    "Group recordings by a value of each; those without one are a group."
+    n = int(np.count_nonzero(values == ""))
+    missing = f"{n:,} of {len(values):,} recordings have no {group_name(by)} and form one group" * (n > 0)
     names, code = np.unique(values.astype(np.str_), return_inverse=True)
-    return Groups(by, code.astype(np.int64), tuple(n or "(none)" for n in names.tolist()), note)
+    return Groups(by, code.astype(np.int64), tuple(n or "(none)" for n in names.tolist()), note or missing)
 
 
 _PIECE_MARK = re.compile(r"[_~ -]+(?:t|part|piece|clip|seg|segment|chunk)[_-]?\d+$", re.IGNORECASE)
@@ -83,10 +89,7 @@ def recording_groups(
     Where the sensor of some is not known: by night, else by what pieces were cut from, else each alone.
     """
     if not (isinstance(group, str) and group == "sensor"):
-        values = group_values(table, group, missing="one")
-        n, name = int(np.count_nonzero(values == "")), group_name(group)
-        note = f"{n:,} of {len(values):,} recordings have no {name} and form one group"
-        return encode_groups(name, values, note if n else "")
+        return encode_groups(group_name(group), group_values(table, group, missing="one"))
 
     def known(name: str) -> bool:
         return len(table) > 0 and name in table and not (table[name].isna() | (table[name] == "")).any()
@@ -149,20 +152,17 @@ def interval_from_draws(
     "Compute the expanded percentile interval of draws."
     from scipy.stats import norm, t
 
-    note = ""
     defined = draws[np.isfinite(draws)]
     if n_groups < MIN_GROUPS:
-        note = f"only {what}: an interval needs at least {MIN_GROUPS}"
-    elif len(defined) < 0.95 * len(draws):
-        note = f"the figure is undefined in {1 - len(defined) / len(draws):.0%} of the draws"
-    if note:
-        return Interval(np.nan, np.nan, note)
+        return Interval(np.nan, np.nan, f"only {what}: an interval needs at least {MIN_GROUPS}")
+    if len(defined) < 0.95 * len(draws):
+        undefined = 1 - len(defined) / len(draws)
+        return Interval(np.nan, np.nan, f"the figure is undefined in {undefined:.0%} of the draws")
     # expanded: the draws that are cut off on each side
     tail = norm.cdf(-np.sqrt(n_groups / (n_groups - 1)) * t.ppf(0.975, n_groups - 1))
     low, high = np.quantile(defined, (tail, 1 - tail)).tolist()
-    if low == high:
-        note = f"the value is the same in all draws of {what}; up to {1 - 0.05 ** (1 / n_groups):.0%} of such groups may still differ"
-    return Interval(low, high, note)
+    same = f"the value is the same in all draws of {what}; up to {1 - 0.05 ** (1 / n_groups):.0%} of such groups may still differ"
+    return Interval(low, high, same if low == high else "")
 
 # %% ../../../nbs/detector/metrics/significance.ipynb #a31ced4f
 _BLOCK_VALUES = 1 << 20  # numbers held at once
@@ -390,14 +390,11 @@ def give_verdict(
     figure: str = "auc",  # of metrics.FIGURES
 ) -> Verdict:
     "Decide whether a detector beats all baselines."
+    if not baselines:
+        text = "The detector was not compared with a baseline: whether it is better than a level meter is unknown."
+        return Verdict(None, text, figure)
     found = tuple((b.title, differences(boot, detector, b)[figure]) for b in baselines)
     unclear = [d for _, d in found if not (np.isfinite(d.value) and d.interval.known)]
-    standing = [
-        f"{'worse than' if d.is_worse else 'does not beat'} {title}: {d}"
-        for title, d in found
-        if not d.is_better
-    ]
-    beats = None
     reason = ""
     if boot.truth.all() or not boot.truth.any():
         only = "every recording is a leak" if boot.truth.any() else "no recording is a leak"
@@ -409,18 +406,21 @@ def give_verdict(
             if figure in m.undefined
         ]
         reason = (*why, unclear[0].interval.note)[0]
-    text = f"The detector cannot be compared with the baselines: {reason}."
-    if not found:
-        text = "The detector was not compared with a baseline: whether it is better than a level meter is unknown."
-    elif not reason:
-        beats = not standing
-        text = f"The detector beats all baselines in {figure_title(figure)}: {'; '.join(f'{title} by {d}' for title, d in found)}."
-        if standing and all(d.is_better or d.is_level for _, d in found):
-            level = " and ".join(title for title, d in found if not d.is_better)
-            text = f"The detector is as good as {level} here: they reach {figure_title(figure)} 1.000, so {HARDER}."
-        elif standing:
-            text = f"The detector is not useful yet: in {figure_title(figure)} it is not shown to be better than a simple baseline ({'; '.join(standing)})."
-    return Verdict(beats, text, figure, found)
+    if reason:
+        return Verdict(None, f"The detector cannot be compared with the baselines: {reason}.", figure, found)
+    others = {title: d for title, d in found if not d.is_better}
+    standing = [
+        f"{'worse than' if d.is_worse else 'does not beat'} {title}: {d}" for title, d in others.items()
+    ]
+    name = figure_title(figure)
+    texts = {
+        f"The detector beats all baselines in {name}: {'; '.join(f'{title} by {d}' for title, d in found)}.": not others,
+        f"The detector is as good as {' and '.join(others)} here: they reach {name} 1.000, so {HARDER}.": all(
+            d.is_level for d in others.values()
+        ),
+        f"The detector is not useful yet: in {name} it is not shown to be better than a simple baseline ({'; '.join(standing)}).": True,
+    }
+    return Verdict(not others, next(text for text, holds in texts.items() if holds), figure, found)
 
 
 def figure_title(figure: str) -> str:
@@ -519,9 +519,8 @@ class PermutationTest:
     def __str__(self) -> str:
         if not self.n_permutations:
             return "No permutation test: all recordings have the same label."
-        held = f"no interval: {self.first_interval.note}"
-        if self.n_with_interval:
-            held = f"the interval contains 0.5 in {self.n_covering} of {self.n_with_interval} permutations"
+        covering = f"the interval contains 0.5 in {self.n_covering} of {self.n_with_interval} permutations"
+        held = covering if self.n_with_interval else f"no interval: {self.first_interval.note}"
         how = f" by whole groups ({self.between})" if self.between else ""
         return (
             f"Labels permuted{how}: mean AUC {self.mean_auc:.3f} (95 % of the permutations from {self.auc_range[0]:.3f} to {self.auc_range[1]:.3f}); {held}; "
@@ -618,11 +617,8 @@ def describe_gain(
         "helps": f"More {what} would probably help",
         "hardly": f"More {what} would hardly help",
     }
-    finding = "unknown"
-    if i.known and i.low > 0 and i.high > NEGLIGIBLE:
-        finding = "helps"
-    elif i.known and max(abs(i.low), abs(i.high)) <= NEGLIGIBLE:
-        finding = "hardly"
+    is_negligible = max(abs(i.low), abs(i.high)) <= NEGLIGIBLE  # not where there is no interval
+    finding = "helps" if i.low > 0 and not is_negligible else "hardly" if is_negligible else "unknown"
     ends = i.in_brackets(name="95 % interval ") or f" ({i.note})"
     return gain.summary | {
         "share": share,

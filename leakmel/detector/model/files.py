@@ -13,7 +13,6 @@ import os
 import pickle
 import re
 import stat
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -123,7 +122,7 @@ class AdaptiveBatches:
     def fit(
         self,
         make: Callable[[int], T],  # from a number of rows; again from a smaller one after memory ran out
-        limit: int = sys.maxsize,
+        limit: int = 1 << 62,
     ) -> T:
         """Call a function with the largest number of rows that fits into memory, again where memory ran out.
 
@@ -353,10 +352,6 @@ class Lineage:
     @property
     def current(self) -> Champion:
         return self.champions[-1]
-
-    def follow(self, champion: Champion) -> "Lineage":
-        "Return the same with a new champion."
-        return Lineage((*self.champions, champion), self.testing)
 
 # %% ../../../nbs/detector/model/files.ipynb #f2dcf426
 def write_lineage(folder: Path, lineage: Lineage) -> None:  # raises OutputError

@@ -369,9 +369,8 @@ def fit_spectral(
     linear = logistic_regression(C=REGULARISATION, max_iter=5000).fit(features.whole, classes)
     weight = 1 / np.bincount(features.recording, minlength=len(classes))[features.recording]
     fit = partial(fit_trees, seed=seed, n_threads=n_threads)
-    of_recordings = fit(features.whole, classes)
     of_windows = fit(features.windows, classes[features.recording], weight / weight.mean())
-    return _from_fitted(linear, [of_recordings, of_windows], features, n_classes)
+    return _from_fitted(linear, [fit(features.whole, classes), of_windows], features, n_classes)
 
 
 def _from_fitted(

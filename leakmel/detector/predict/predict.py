@@ -7,7 +7,6 @@ __all__ = ['MAX_SHOWN', 'Predictions', 'predict']
 
 # %% ../../../nbs/detector/predict/predict.ipynb #cf09156b
 import errno
-import math
 import os
 import re
 import time
@@ -547,7 +546,7 @@ class Predictions:
         for k in np.argsort(-self.score, kind="stable")[:MAX_SHOWN].tolist():
             row = next(self.rows(slice(k, k + 1)))
             row["segment_scores"] = [round(x, 3) for x in row["segment_scores"].tolist()]
-            row["probability"] = None if math.isnan(row["probability"]) else row["probability"]
+            row["probability"] = None if np.isnan(row["probability"]) else row["probability"]
             most.append({name: row[name] for name in shown})
         c = self.calibration
         scored_s = covered_samples(self.scored.segment_scores.n_segments, self.spec) / self.spec.sample_rate

@@ -90,11 +90,7 @@ class RecordingList:
     def part(self, number: int, n_parts: int) -> "RecordingList":
         "Return one of n parts, by its number from 1: consecutive recordings."
         own = slice(*listings.part_range(len(self.listing), number, n_parts))
-        listing = self.listing.part(number, n_parts)
-        names = self.names
-        if isinstance(names, ParsedNames):
-            return RecordingList(listing, self.labels[own], ParsedNames(listing.paths, names.naming))
-        return RecordingList(listing, self.labels[own], names[own])
+        return RecordingList(self.listing.part(number, n_parts), self.labels[own], self.names[own])
 
 
 class ParsedNames(Sequence[NameParts]):
@@ -107,7 +103,9 @@ class ParsedNames(Sequence[NameParts]):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def __getitem__(self, i: Any) -> Any:
+    def __getitem__(self, i: Any) -> Any:  # of a part of them the same, without reading a name
+        if isinstance(i, slice):
+            return ParsedNames(self._paths[i], self.naming)
         path = _below_split(self._paths[i])
         return parse_name(path) if self.naming is None else self.naming.read(path).parts
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,11 +96,9 @@ def find_grouping(
         if e.code != "unknown-column":
             raise
         return none, {"code": e.code, "reason": f"The recordings have no column {show_path(name)}."}
-    n = int(np.count_nonzero(values == ""))
-    if n == len(values):
+    if (values == "").all():
         return none, {"code": "no-group", "reason": f"No recording has a {group_name(name)}."}
-    note = f"{n:,} of {len(values):,} recordings have no {group_name(name)} and form one group"
-    return joined_groups(table, stats.encode_groups(name, values, note if n else "")), {}
+    return joined_groups(table, stats.encode_groups(name, values)), {}
 
 
 def make_folds(
@@ -518,10 +515,9 @@ def run_fits(
             yield from run_tasks(client, _score_fit, tasks, names)
         return
     n = len(trainer.ds.rows)
-    most = jobs or min(len(fits), usable_cores())
     is_short = kinds_to_fit(trainer.settings.detector, n) == ("spectral",) and len(fits) * n < LONG_WORK
-    if trainer.device != "cpu" or (jobs is None and is_short):
-        most = 1
+    is_alone = trainer.device != "cpu" or (jobs is None and is_short)
+    most = 1 if is_alone else jobs or min(len(fits), usable_cores())
     run = Parallel(
         n_jobs=max(1, min(most, free_memory() // 2 // (trainer.data.training.n_bytes + _PROCESS_BYTES))),
         return_as="generator",
@@ -554,8 +550,7 @@ def _inner_evaluation(choice: Choice, trainer: FoldTrainer) -> EvaluationRecord:
     "Compare the out-of-fold scores of the chosen kind with baselines in the same folds."
     truth, seed = trainer.ds.is_leak, trainer.settings.seed
     features = spectral.baseline_features(trainer.ds, progress="none")
-    scores = {name: np.empty(len(choice.scored)) for name in features}
-    scores["detector"] = np.empty(len(choice.scored))
+    scores = {name: np.empty(len(choice.scored)) for name in (*features, "detector")}
     for k in np.unique(choice.fold):
         mine = choice.fold == k
         held_out = choice.scored[mine]
@@ -602,7 +597,7 @@ def _reliability(detector: Detector, trainer: FoldTrainer) -> tuple[Brier, ...]:
                 found[name] = detector.with_held_out(
                     choice.segment_scores, truth, choice.groups, name
                 ).reliability
-    return tuple(chain.from_iterable(found.values()))
+    return tuple(brier for own in found.values() for brier in own)
 
 
 def with_decision(
@@ -618,13 +613,12 @@ def with_decision(
     found: list[
         tuple[np.ndarray, np.ndarray, stats.Groups, str]
     ] = []  # segment scores, truth, groups, and a name
-    evaluations: tuple[EvaluationRecord, ...] = ()
     if trainer is not None:
         detector = replace(detector, record=detector.record | {"choice": choice and choice.summary})
-        if choice is not None:
-            name = f"{how_many(len(choice.scored), 'recording')} in cross-validation"
-            found.append((choice.segment_scores, trainer.ds.is_leak[choice.scored], choice.groups, name))
-            evaluations = (_inner_evaluation(choice, trainer),)
+    if trainer is not None and choice is not None:
+        name = f"{how_many(len(choice.scored), 'recording')} in cross-validation"
+        found.append((choice.segment_scores, trainer.ds.is_leak[choice.scored], choice.groups, name))
+        detector = replace(detector, evaluations=(_inner_evaluation(choice, trainer),))
     if data.validation is not None:
         name = how_many(len(data.validation.rows), "validation recording")
         groups = stats.recording_groups(recordings_of(data.validation))
@@ -639,5 +633,5 @@ def with_decision(
         detector = replace(detector, **rule.options())
     group = np.concatenate([np.array(groups.names)[groups.code] for _, _, groups, _ in found])
     groups = stats.encode_groups((found[0][2] if trainer is None else trainer.groups).by, group)
-    detector = replace(detector.with_held_out(segments, is_leak, groups, source), evaluations=evaluations)
+    detector = detector.with_held_out(segments, is_leak, groups, source)
     return detector if trainer is None else replace(detector, reliability=_reliability(detector, trainer))

@@ -19,7 +19,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
-from types import FrameType
 from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
@@ -34,8 +33,7 @@ from leakmel.core.progress import announce
 from leakmel.detector.data.splits import Group, Split, recordings_table
 from leakmel.detector.model import files
 from leakmel.detector.model.card import evaluation_result, evaluation_text
-from leakmel.detector.model.cards import is_card, update_card
-from leakmel.detector.model.detector import Detector, load_detector, steps_of
+from leakmel.detector.model.detector import Detector, is_card, load_detector, steps_of, update_card
 from leakmel.detector.model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
 from leakmel.detector.train import state as states
 from leakmel.detector.train.folds import (
@@ -206,7 +204,7 @@ class DeferredSignals:
         if exc[0] is None:
             self.deliver()
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _remember(self, number: int, frame: Any) -> None:
         self.came.append(number)
         if len(self.came) > 1:
             self.deliver()
@@ -294,9 +292,8 @@ class TrainResult(RowTable):
     @property
     def next_steps(self) -> list[str]:
         "What to do after the training, with its paths."
-        if not self.detector.evaluations:
-            return list(self.summary["next_steps"])
-        return steps_of(self.detector, model=quote(show_path(self.model_path)))
+        steps = steps_of(self.detector, model=quote(show_path(self.model_path)))
+        return steps if self.detector.evaluations else list(self.summary["next_steps"])
 
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text."
@@ -322,14 +319,13 @@ class TrainResult(RowTable):
         if not choice:
             return []
         groups = f"{choice['folds']} folds" if choice["folds"] > 1 else "A fifth held out"
-        texts = [
-            f"{choice['reason']} {groups} of {how_many(choice['recordings'], 'recording')}, by {choice['by']}:"
-        ]
-        for t in choice["tried"]:
-            auc = f"AUC {t['auc']:.3f} (standard error {t['error']:.3f})"
-            accuracy = f"balanced accuracy {t['balanced_accuracy']:.3f}"
-            texts.append(f"{t['kind']}: {auc}, {accuracy}, {t['seconds']:.1f} s")
-        return [("", text) for text in texts]
+        head = f"{choice['reason']} {groups} of {how_many(choice['recordings'], 'recording')}, by {choice['by']}:"
+        tried = (
+            f"{t['kind']}: AUC {t['auc']:.3f} (standard error {t['error']:.3f}), "
+            f"balanced accuracy {t['balanced_accuracy']:.3f}, {t['seconds']:.1f} s"
+            for t in choice["tried"]
+        )
+        return [("", text) for text in (head, *tried)]
 
     def _epoch_rows(self) -> list[tuple[str, str]]:
         "Return the rows on epochs."

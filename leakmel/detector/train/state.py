@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 
 from leakmel import __version__
 from leakmel.core.errors import DataError, UsageError, how_many, show_path
@@ -340,9 +339,7 @@ def learning_curves(
     epochs: Sequence[EpochFigures],
     best: int = 0,  # number of the best epoch; 0: none
 ) -> Any:
-    "Draw losses and F1 by epoch, with a line at the best one (0: none); returns a figure of Plotly."
-    if not epochs:
-        return styled_figure([], "No epoch is finished", "Figures appear after the first epoch", height=120)
+    "Draw losses and F1 by epoch, of which there is one, with a line at the best (0: none); returns a figure of Plotly."
     table = history_table(epochs)
     curves = {
         "training loss": ("loss", LOSS_COLOR, "y"),
@@ -432,11 +429,9 @@ def bottleneck_text(epochs: Sequence[EpochFigures]) -> str:
 
 # %% ../../../nbs/detector/train/state.ipynb #7b0ce51f
 def time_figures(epochs: Sequence[EpochFigures]) -> dict[str, Any]:
-    "Draw the parts of each epoch, and use of GPU, memory and bus; figures of Plotly by name, none without an epoch."
+    "Draw the parts of each epoch, and use of GPU, memory and bus; figures of Plotly by name."
     parts = epoch_times(epochs)
     t = history_table(epochs)
-    if not len(t):
-        return {}
     bars = [
         {
             "type": "bar",
@@ -549,8 +544,8 @@ class TrainingDisplay(Progress):
 # %% ../../../nbs/detector/train/state.ipynb #bc3857a1
 def new_net(data: TrainingData, settings: TrainSettings) -> LeakNet:
     "Make a net for some data, with weights from the seed."
-    shape = image_shape(data.training.row_shape)
-    made = NetSettings(*shape, len(data.task.model_names), settings.channels, settings.dropout)
+    shape = (*image_shape(data.training.row_shape), len(data.task.model_names))
+    made = NetSettings(*shape, settings.channels, settings.dropout)
     with seeded_random(step_seed(settings.seed, 0, 2), torch.device("cpu")):
         return LeakNet(made, *band_statistics(data.training))
 
@@ -580,11 +575,12 @@ class EpochSums:
         "Return figures of the epoch, named as in `EpochFigures`. Waits for the device."
         norms = torch.cat(self.norms).cpu().numpy().astype(np.float64)
         norms = norms[np.isfinite(norms)]  # the others were left out: half precision had overflowed
-        found: dict[str, Any] = {"loss": self.mean_loss(), "segment_accuracy": int(self.n_correct) / self.n}
-        if len(norms):
-            found["grad_norm"] = float(norms.mean())
-            found["clipped_share"] = float((norms > (clip_norm or math.inf)).mean())
-        return found
+        found = {"loss": self.mean_loss(), "segment_accuracy": int(self.n_correct) / self.n}
+        clipped = norms > (clip_norm or math.inf)
+        of_norms = (
+            {"grad_norm": float(norms.mean()), "clipped_share": float(clipped.mean())} if len(norms) else {}
+        )
+        return found | of_norms
 
     def state_dict(self) -> dict[str, Any]:
         "Return tensors and plain values."
@@ -604,7 +600,7 @@ class BestEpoch:
     "The best epoch so far; plain values and tensors, as checkpoints hold them."
 
     epoch: int
-    net: dict[str, Tensor]  # its weights, in the memory of the host
+    net: dict[str, torch.Tensor]  # its weights, in the memory of the host
     chosen: DecisionRule  # vote and thresholds
 
 
@@ -750,8 +746,10 @@ def _machine_use(samples: list[dict[str, Any]]) -> dict[str, Any]:
     "Memory and GPU use of an epoch; only the last sample is kept, for the next epoch."
     seen = samples.copy()  # another thread appends to it
     del samples[: len(seen) - 1]
-    found = {f"mean_{name}": mean(seen, name) for name in ("rss_bytes", "gpu_percent")}
-    found |= {f"peak_{name}": peak(seen, name) for name in ("rss_bytes", "vram_bytes")}
+    found = {
+        **{f"mean_{name}": mean(seen, name) for name in ("rss_bytes", "gpu_percent")},
+        **{f"peak_{name}": peak(seen, name) for name in ("rss_bytes", "vram_bytes")},
+    }
     return {name: math.nan if value is None else float(value) for name, value in found.items()}
 
 

@@ -317,8 +317,10 @@ class StepTimer:
         memory = {"allocated_bytes": math.nan, "reserved_bytes": math.nan}
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
-            memory["allocated_bytes"] = torch.cuda.max_memory_allocated(self.device)
-            memory["reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
+            memory = {
+                "allocated_bytes": torch.cuda.max_memory_allocated(self.device),
+                "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
+            }
         rest = self.waits[1:]
         wait_ms = sum(rest) / len(rest) if rest else math.nan
         h2d_ms = self._mean_ms(self.moved)

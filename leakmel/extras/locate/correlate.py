@@ -12,24 +12,18 @@ import math
 import os
 from collections import namedtuple
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from scipy import fft, ndimage, signal
+from numpy.lib.stride_tricks import sliding_window_view
+from scipy import fft, ndimage, signal, special
 
 from leakmel.core.errors import DataError, UsageError, require_choice
-from leakmel.extras.locate.cross_spectra import (
-    METHODS,
-    CrossSpectra,
-    Delay,
-    correlogram,
-    cross_spectra,
-    estimate_delay,
-)
 from leakmel.pages.plots import MAX_POINTS, Trace, apply_style, f32, label_colour, styled_subplots
 from leakmel.recordings.naming import iso_time, parse_name
-from leakmel.recordings.wav import Recording, read_wav
+from leakmel.recordings.wav import Recording, digest_of, read_wav
 
 # %% ../../../nbs/extras/locate/correlate.ipynb #a1c00005
 # Young's modulus of a pipe wall, GPa: the lowest that is to be expected, the usual one, the highest; and their source
@@ -119,6 +113,256 @@ def wave_speed(
         for e, soil in ((found.usual_gpa, 0), (found.low_gpa, 0), (found.high_gpa, SOIL_SHEAR_GPA))
     )
     return WaveSpeed(usual, low, high, material, diameter_mm, wall_mm)
+
+# %% ../../../nbs/extras/locate/correlate.ipynb #a1c10005
+def synthetic_pair(
+    *,
+    position_m: float | None,  # of the leak from logger a; beyond 0 or distance_m: outside; None: no leak
+    distance_m: float = 120.0,  # between the loggers, along the pipe
+    speed_m_s: float = 1200.0,  # of the wave
+    snr_db: float = 10.0,  # leak noise over the noise of each logger, in the band of the leak
+    band_hz: tuple[float, float] = (100.0, 1500.0),  # of the leak noise
+    tone_hz: float | None = None,  # the source is a tone (a pump) instead of noise
+    dispersion: float = 0.0,  # share by which the speed at half the sample rate is lower
+    clock_offset_s: float = 0.0,  # by which the times of logger a are too late
+    sample_rate: int = 4096,  # Hz
+    duration_s: float = 10.0,
+    seed: int = 0,
+) -> Recording:  # two channels, float32: logger a, logger b; raises UsageError
+    "Make recordings of a leak by two loggers."
+    n = round(duration_s * sample_rate)
+    if n < 2 or distance_m <= 0 or speed_m_s <= 0 or not 0 <= dispersion < 1:
+        raise UsageError(
+            "such a pair cannot be made",
+            code="wrong-value",
+            found=f"duration {duration_s} s, distance {distance_m} m, speed {speed_m_s} m/s, dispersion {dispersion}",
+            expected="a duration, a distance and a speed above 0, and a dispersion from 0 to below 1",
+        )
+    rng = np.random.default_rng(seed)
+    f = np.fft.rfftfreq(2 * n, 1 / sample_rate)
+    inside = (f >= band_hz[0]) & (f <= band_hz[1])
+
+    def unit(spectrum: np.ndarray, part: np.ndarray | float = 1.0) -> np.ndarray:
+        "Scale a spectrum to a signal of mean square 1, or to one that has it in a part of the spectrum."
+        return spectrum / max(float(np.std(np.fft.irfft(spectrum * part, 2 * n))), 1e-300)
+
+    source = np.fft.rfft(rng.standard_normal(2 * n)) * inside
+    if tone_hz is not None:
+        t = np.arange(2 * n) / sample_rate
+        source = np.fft.rfft(np.sin(2 * np.pi * (tone_hz * t + rng.random())))
+    speed = speed_m_s * (1 - dispersion * f / (sample_rate / 2))
+    channels = []
+    for place, clock in ((0.0, clock_offset_s), (distance_m, 0.0)):
+        spectrum = unit(np.fft.rfft(rng.standard_normal(2 * n)), inside) * 10 ** (-snr_db / 20)
+        if position_m is not None:
+            delay = abs(position_m - place) / speed + clock
+            spectrum = spectrum + unit(source) * np.exp(-2j * np.pi * f * delay)
+        channels.append(np.fft.irfft(spectrum, 2 * n)[n // 2 : n // 2 + n])
+    samples = np.stack(channels, axis=1)
+    samples = (0.5 / np.abs(samples).max() * samples).astype(np.float32)  # [n, 2]
+    return Recording(samples, sample_rate, "float32", digest_of(samples))
+
+# %% ../../../nbs/extras/locate/correlate.ipynb #a1c20005
+ALPHA = 0.05  # share of frequencies that count as coherent by chance
+MIN_AVERAGES = 8  # segments, and groups; fewer say nothing about the coherence
+
+
+@dataclass(frozen=True, eq=False)
+class CrossSpectra:
+    "Spectra of two recordings, in groups of segments."
+
+    sample_rate: int  # Hz
+    duration_s: float  # of the recordings
+    n_samples: int  # of a segment, N
+    n_segments: int  # of all groups together
+    ab: np.ndarray  # [G, F] complex128, cross-spectrum; the phase is -2 pi f x delay
+    aa: np.ndarray  # [G, F] float64, spectrum of a
+    bb: np.ndarray  # [G, F] float64, spectrum of b
+    in_band: np.ndarray  # [F] bool, frequencies that are used
+
+    @property
+    def freqs_hz(self) -> np.ndarray:
+        "Frequencies, [F]."
+        return np.fft.rfftfreq(self.n_samples, 1 / self.sample_rate)
+
+    @property
+    def n_averages(self) -> float:
+        "Independent averages: segments that overlap by half count a little less than one each (Welch 1967)."
+        return self.n_segments / (1 + 2 / 36)
+
+    def mean(self, spectra: np.ndarray, without: int | None = None) -> np.ndarray:
+        "Average a spectrum over the groups, or over all but one."
+        total = spectra.sum(axis=0)
+        return total / len(spectra) if without is None else (total - spectra[without]) / (len(spectra) - 1)
+
+    def coherence(self, without: int | None = None) -> np.ndarray:
+        "Magnitude-squared coherence, [F], 0 to 1."
+        power = self.mean(self.aa, without) * self.mean(self.bb, without)
+        return np.abs(self.mean(self.ab, without)) ** 2 / np.maximum(power, np.finfo(float).tiny)
+
+    def without_loudest(self) -> "CrossSpectra":
+        "Leave out the group whose cross-spectrum is largest in the band."
+        kept = np.arange(len(self.ab)) != np.abs(self.ab[:, self.in_band]).sum(axis=1).argmax()
+        n_segments = self.n_segments // len(self.ab) * int(kept.sum())
+        return replace(self, n_segments=n_segments, ab=self.ab[kept], aa=self.aa[kept], bb=self.bb[kept])
+
+    @property
+    def threshold(self) -> float:
+        "Coherence that unrelated recordings exceed at a share ALPHA of the frequencies."
+        return 1 - ALPHA ** (1 / (self.n_averages - 1))
+
+    @cached_property
+    def coherent(self) -> np.ndarray:
+        "Frequencies in the band whose coherence is significant, [F] bool."
+        return self.in_band & (self.coherence() > self.threshold)
+
+    @cached_property
+    def certain(self) -> np.ndarray:
+        "Frequencies whose coherence unrelated recordings exceed nowhere in the band, except once in 100 times, [F] bool."
+        limit = 1 - (0.01 / max(1, int(self.in_band.sum()))) ** (1 / (self.n_averages - 1))
+        return self.in_band & (self.coherence() > limit)
+
+
+def cross_spectra(
+    a: np.ndarray,
+    b: np.ndarray,  # [n] float64, the same length
+    sample_rate: int,  # Hz
+    n_samples: int,
+    band_hz: tuple[float, float],
+) -> CrossSpectra:
+    """Average the cross-spectrum of two recordings, [n] float64 of one length, by segments of so many samples.
+
+    Frequencies of the band are used. Raises DataError if the recordings are too short.
+    """
+    hop = n_samples // 2
+    n_segments = max(0, 1 + (len(a) - n_samples) // hop)
+    if n_segments < MIN_AVERAGES:
+        raise DataError(
+            "the recordings are too short for this pipe",
+            code="too-short-to-correlate",
+            found=f"{len(a) / sample_rate:.2f} s",
+            expected=f"{MIN_AVERAGES} segments that overlap by half, each four times as long as the largest delay",
+            remedy="check distance_m and speed_m_s, record longer, or place the loggers closer together",
+        )
+    # groups of segments, of which the jackknife leaves out one
+    n_groups = max(range(MIN_AVERAGES, min(20, n_segments) + 1), key=lambda g: n_segments // g * g)
+    in_group = n_segments // n_groups
+    n_long = (in_group - 1) * hop + n_samples
+    x, y = (sliding_window_view(s, n_long)[:: in_group * hop][:n_groups] for s in (a, b))  # [G, n_long]
+    given = {"fs": sample_rate, "window": "hann", "nperseg": n_samples, "noverlap": n_samples - hop}
+    f, ab = signal.csd(y, x, **given)
+    aa, bb = (signal.welch(s, **given)[1] for s in (x, y))
+    return CrossSpectra(
+        sample_rate,
+        len(a) / sample_rate,
+        n_samples,
+        n_groups * in_group,
+        ab,
+        aa,
+        bb,
+        (f >= band_hz[0]) & (f <= band_hz[1]),
+    )
+
+# %% ../../../nbs/extras/locate/correlate.ipynb #a1c20008
+METHODS = ("plain", "phat", "scot", "ml")
+
+
+def _signal_to_noise(x: CrossSpectra, without: int | None = None) -> np.ndarray:
+    "C / (1 - C) of the coherent frequencies, 0 at the others, [F]; C without its bias."
+    n = x.n_averages
+    c = np.clip((x.coherence(without) - 1 / n) / (1 - 1 / n), 0.0, 1 - 1 / n)
+    return np.where(x.coherent, c / (1 - c), 0.0)
+
+
+def weighted_spectrum(
+    x: CrossSpectra, method: str, without: int | None = None
+) -> np.ndarray:  # [F] complex128
+    """Weight a cross-spectrum (Knapp and Carter 1976) by one of METHODS; "phase": as "ml".
+
+    One group can be left out.
+    """
+    ab = x.mean(x.ab, without)
+    power = x.mean(x.aa, without) * x.mean(x.bb, without)
+    phase = ab / np.maximum(np.abs(ab), np.finfo(float).tiny)
+    weighted = {
+        "plain": x.in_band * ab,
+        "phat": x.coherent * phase,
+        "scot": x.coherent * ab / np.maximum(np.sqrt(power), np.finfo(float).tiny),
+    }
+    return weighted[method] if method in weighted else phase * _signal_to_noise(x, without)
+
+
+def correlogram(
+    x: CrossSpectra,
+    method: str = "ml",  # one of METHODS; "phase": as "ml"
+    finer: int = 1,
+) -> tuple[np.ndarray, np.ndarray]:
+    "Compute the generalised cross-correlation, at most 1, with `finer` points per sample; return also the lags in s."
+    n = finer * x.n_samples
+    spectrum = weighted_spectrum(x, method)
+    values = np.fft.fftshift(np.fft.irfft(spectrum, n)) * finer
+    total = 2 * np.abs(spectrum).sum() / x.n_samples
+    lags = (np.arange(n) - n // 2) / (finer * x.sample_rate)
+    return lags, values / total if total > 0 else values
+
+# %% ../../../nbs/extras/locate/correlate.ipynb #a1c20011
+# delay between two recordings: seconds by each of METHODS and "phase", standard error of the chosen method,
+# Cramér-Rao bound and jackknife, s, and the scatter of the phase over what the coherence allows (1 is expected)
+Delay = namedtuple("Delay", "by_method error_s bound_s jackknife_s misfit")
+
+
+def _slope(x: CrossSpectra, near_s: float, without: int | None = None) -> float:
+    "Fit a line through 0 to the phase, which is unwrapped about a delay; return the delay in s."
+    w = _signal_to_noise(x, without)
+    omega = 2 * np.pi * x.freqs_hz
+    phase = np.angle(x.mean(x.ab, without) * np.exp(1j * omega * near_s))
+    return near_s - float((w * omega * phase).sum() / max((w * omega**2).sum(), 1e-300))
+
+
+def _peak(x: CrossSpectra, method: str, near_s: float, without: int | None = None) -> float:
+    "Climb to the maximum of the correlation next to a delay (Newton's method); return the delay in s."
+    spectrum = weighted_spectrum(x, method, without)
+    kept = spectrum != 0
+    spectrum, omega = spectrum[kept], 2 * np.pi * x.freqs_hz[kept]
+    most = 0.1 / x.sample_rate
+    t = near_s
+    for _ in range(8):
+        turned = spectrum * np.exp(1j * omega * t)
+        curve = -float((omega**2 * turned.real).sum())
+        move = float((omega * turned.imag).sum()) / curve if curve < 0 else 0.0
+        t += float(np.clip(move, -most, most))
+        if abs(move) < 1e-6 / x.sample_rate:
+            break
+    return t
+
+
+def estimate_delay(
+    x: CrossSpectra,  # of recordings that are aligned to about a sample
+    near_s: float,
+    method: str = "ml",  # one of METHODS, or "phase"
+) -> Delay:
+    """Refine a delay to a fraction of a sample, with its standard error, by one of METHODS or "phase".
+
+    The recordings are aligned to about a sample, and the first estimate lies within a fraction of a sample.
+    """
+    first = _peak(x, "ml", near_s)
+
+    def delay_of(name: str, without: int | None = None) -> float:
+        return _slope(x, first, without) if name == "phase" else _peak(x, name, first, without)
+
+    found = {name: delay_of(name) for name in (*METHODS, "phase")}
+    left_out = np.array([delay_of(method, k) for k in range(len(x.ab))])
+    g = len(left_out)
+    # a spread of few groups is uncertain itself
+    student = float(special.stdtrit(g - 1, 0.975) / special.ndtri(0.975))
+    jackknife = student * math.sqrt((g - 1) / g * ((left_out - left_out.mean()) ** 2).sum())
+    w = _signal_to_noise(x)
+    omega = 2 * np.pi * x.freqs_hz
+    information = 2 * x.duration_s * (omega**2 * w).sum() * x.sample_rate / x.n_samples
+    bound = 1 / math.sqrt(max(information, 1e-300))
+    turned = np.angle(x.mean(x.ab) * np.exp(1j * omega * found["phase"]))[x.certain]
+    misfit = math.sqrt((2 * x.n_averages * w[x.certain] * turned**2).mean()) if x.certain.any() else math.nan
+    return Delay(found, max(bound * max(1.0, misfit), jackknife), bound, jackknife, misfit)
 
 # %% ../../../nbs/extras/locate/correlate.ipynb #a1c30005
 def _source(given: str | os.PathLike | Recording) -> tuple[Recording, str]:
@@ -460,9 +704,8 @@ def _verdict(
     # an error of speed or clocks does not say outside
     half_m = Z95 * math.hypot(errors_m["delay"], errors_m["distance"])
     places = (pipe.position_m(delay_s, c) for c in (pipe.speed_m_s, *(pipe.range_m_s or ())))
-    if not any(half_m < x < pipe.distance_m - half_m for x in places):
-        return "outside", ()
-    return "leak", (place,)
+    is_inside = any(half_m < x < pipe.distance_m - half_m for x in places)
+    return ("leak", (place,)) if is_inside else ("outside", ())
 
 
 _NOTES = {

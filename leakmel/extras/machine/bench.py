@@ -269,8 +269,12 @@ def bench_build(
     for i in range(-1, rounds):
         for name, words in SETTINGS.items():
             done = run_build(root, out / name.replace(", ", "-").replace(" ", "-"), words, n_files)
-            figures = {key: done.body[key] for key in ("seconds", "files_per_s", "found")}
-            figures |= {"process_s": done.wall_s, "cpu_s": done.cpu_s, "peak_rss_bytes": done.peak_rss_bytes}
+            figures = {
+                **{key: done.body[key] for key in ("seconds", "files_per_s", "found")},
+                "process_s": done.wall_s,
+                "cpu_s": done.cpu_s,
+                "peak_rss_bytes": done.peak_rss_bytes,
+            }
             kept[name] += [figures] if i >= 0 else []
             when = "warm-up" if i < 0 else f"round {i + 1} of {rounds}"
             log(f"{when}: {name}: {figures['files_per_s']:,.0f} files/s, {done.cpu_s:.2f} s of CPU")
@@ -448,9 +452,9 @@ def candidates(
 ) -> dict[str, dict[str, int]]:  # name -> fields of PipelineConfig; the defaults first
     "Return the settings to try on this machine."
     cores, half = usable_cores(), max(1, usable_cores() // 2)
-    sizes: tuple[int, ...] = (256, 1024, 128, 2048) if on_device else (64, 256, 32, 8)
-    if workers.files_per_batch != full.files_per_batch:  # a small sample cannot tell about large batches
-        sizes = ()
+    usual = (256, 1024, 128, 2048) if on_device else (64, 256, 32, 8)
+    # a small sample cannot tell about large batches
+    sizes = usual if workers.files_per_batch == full.files_per_batch else ()
     cpu: dict[str, tuple[int, ...]] = {"compute_workers": (2 * cores, half), "read_workers": (cores,)}
     gpu: dict[str, tuple[int, ...]] = {
         "gpu_streams": (1, 4),
@@ -459,11 +463,15 @@ def candidates(
         "read_workers": (half, 2 * cores),
         "write_workers": (half,),
     }
-    values: dict[str, tuple[int, ...]] = {"read_ahead": (1024, 0, 256), **(gpu if on_device else cpu)}
-    values["files_per_batch"] = tuple(n for n in sizes if 2 * workers.compute_workers * n <= n_files)
-    tried = [{name: n} for name, ns in values.items() for n in ns if getattr(workers, name, None) != n]
-    if not on_device:
-        tried.append({"read_workers": 2 * cores, "slots": 8 * cores})
+    values: dict[str, tuple[int, ...]] = {
+        "read_ahead": (1024, 0, 256),
+        **(gpu if on_device else cpu),
+        "files_per_batch": tuple(n for n in sizes if 2 * workers.compute_workers * n <= n_files),
+    }
+    tried = [
+        *({name: n} for name, ns in values.items() for n in ns if getattr(workers, name, None) != n),
+        *[{"read_workers": 2 * cores, "slots": 8 * cores}] * (not on_device),
+    ]
     return {DEFAULT: {}} | {", ".join(f"{key} {n}" for key, n in each.items()): each for each in tried}
 
 # %% ../../../nbs/extras/machine/bench.ipynb #72b41bea
@@ -715,10 +723,13 @@ def tune_table(f: Mapping[str, Any]) -> str:
     machine = "{n_cores} cores ({cpu})".format(**f["machine"])
     lines = [f"{sample}; engine {f['engine']}, {machine}"]
     for cache, scores in f["builds"].items():
-        rows: list[tuple[str, ...]] = [(f"builds, {cache} cache", "files/s", "range", "rounds")]
-        rows.extend(
-            (f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), str(x["rounds"])) for x in scores
-        )
+        rows: list[tuple[str, ...]] = [
+            (f"builds, {cache} cache", "files/s", "range", "rounds"),
+            *(
+                (f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), str(x["rounds"]))
+                for x in scores
+            ),
+        ]
         lines += ["", aligned(rows), *(f"{x['name']}: {x['failure'][:90]}" for x in scores if x["failure"])]
     lines += [
         "",

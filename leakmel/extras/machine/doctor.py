@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
-from textwrap import TextWrapper
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 from leakmel.core.errors import DataError, LeakmelError, missing_remedy, show_path
@@ -458,15 +458,18 @@ class Report:
     def text(self, columns: int = 100) -> str:
         "Return the checks as lines of so many characters, each followed by its advice."
         width, lines = max((len(c.title) for c in self.checks), default=0), list[str]()
-        indent = " " * (width + 11)
-        wrapper = TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
-        wrapper.subsequent_indent = indent
+        how: Any = {
+            "break_long_words": False,
+            "break_on_hyphens": False,
+            "subsequent_indent": " " * (width + 11),
+        }
         for check in self.checks:
-            wrapper.initial_indent = f"{check.status:>7}  {check.title:<{width}}  "
-            lines += wrapper.wrap(check.found)
+            begin = f"{check.status:>7}  {check.title:<{width}}  "
+            lines += wrap(check.found, columns, initial_indent=begin, **how)
             if check.advice:
-                wrapper.initial_indent = f"{indent}-> "
-                lines += wrapper.wrap(f"{check.advice}.")
+                lines += wrap(
+                    f"{check.advice}.", columns, initial_indent=f"{how['subsequent_indent']}-> ", **how
+                )
         return "\n".join([*lines, self.title])
 
     __repr__ = text
@@ -481,9 +484,8 @@ def check_line(key: str, folder: Path) -> Check:
         is_absent = isinstance(e, ImportError) or getattr(e, "code", "") in ("engine-missing", "no-device")
         kind = "" if isinstance(e, LeakmelError) else f"{type(e).__name__}: "
         found = f"not measured: {kind}{e}".rstrip(": ")
-        advice = "Correct the cause that the error names, then run leakmel machine doctor again"
-        if is_absent and not line.needed:
-            advice = "Nothing is wrong unless you want to use it"
+        wrong = "Correct the cause that the error names, then run leakmel machine doctor again"
+        advice = "Nothing is wrong unless you want to use it" if is_absent and not line.needed else wrong
         return Check(key, line.title, "missing" if is_absent else "warn", found, advice, line.needed)
     advice = "" if line.is_right(figures) else line.remedy
     status = "missing" if (None in figures.get("versions", {}).values()) else "warn" if advice else "ok"

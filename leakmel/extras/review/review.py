@@ -283,8 +283,7 @@ def _duplicates(found: ReviewRecordings) -> Iterable[_Ranked]:
     labelled = found.table[found.table["label"] != ""]
     for numbers in labelled[labelled["digest"].duplicated(keep=False)].groupby("digest").groups.values():
         first, *others = (found.recordings[i] for i in numbers)
-        differ = [r for r in others if _label_key(r.label) != _label_key(first.label)]
-        if differ:
+        if differ := [r for r in others if _label_key(r.label) != _label_key(first.label)]:
             copies = ", ".join(f"{show_path(r.path)} ({show_path(r.label)})" for r in differ[:3])
             yield (first.Index, first.Index, f"the same samples as {copies}")
 
@@ -801,8 +800,8 @@ def review_kinds() -> Kinds:
 def review_of(parameters: dict[str, Any], *, progress: str = "auto") -> ReviewApp:
     "Open the review that the parameters of review.ipynb describe, as `review_kinds` lists them; raises LeakmelError."
     given = {name: value for name, value in parameters.items() if name != "data_root" and value != ""}
-    given["tables"] = [word.strip() for word in parameters["tables"].split(",") if word.strip()]
-    return review(parameters["data_root"], progress=progress, **given)
+    tables = [word.strip() for word in parameters["tables"].split(",") if word.strip()]
+    return review(parameters["data_root"], progress=progress, **given | {"tables": tables})
 
 
 def review(

@@ -250,10 +250,13 @@ class Suggestions:
             "  ordered by score: no held-out scores calibrate it, or on new groups its probability says less than the share of leaks": not self.is_calibrated,
             "  the model does not list its training recordings: some of these may be among them": not self.provenance_known,
         }
-        lines = [f"{len(self)} of {how_many(self.n_scored, 'recording')} to label: {kinds}"]
-        lines += [note for note, holds in notes.items() if holds]
-        lines += [f"  {x.kind:<9}  {x.path:<{width}}  {x.reason}" for x in self.table.itertuples()]
-        return "\n".join([*lines, *[f"suggestions in {show_path(self.out or '')}"] * bool(self.out)])
+        lines = [
+            f"{len(self)} of {how_many(self.n_scored, 'recording')} to label: {kinds}",
+            *(note for note, holds in notes.items() if holds),
+            *(f"  {x.kind:<9}  {x.path:<{width}}  {x.reason}" for x in self.table.itertuples()),
+            *[f"suggestions in {show_path(self.out or '')}"] * bool(self.out),
+        ]
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"Suggestions({len(self)} of {how_many(self.n_scored, 'recording')} of {show_path(self.folder)}; {self.mix})"

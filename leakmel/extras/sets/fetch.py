@@ -20,6 +20,7 @@ from collections import Counter, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, count
 from pathlib import Path
 from shlex import quote
@@ -46,10 +47,268 @@ from leakmel.core.export import require_package
 from leakmel.core.files import digest_of_file, read_own_json, require_space, sealed_json, write_errors
 from leakmel.core.locks import new_folder
 from leakmel.core.operation import user_path
+from leakmel.core.parameters import answer_unknown
 from leakmel.core.progress import Progress
-from leakmel.extras.sets.catalogue import LeakSet, NamedRecording, set_named
 from leakmel.recordings.listing import is_system_folder
 from leakmel.recordings.wav import read_wav
+
+# %% ../../../nbs/extras/sets/fetch.ipynb #e9d067f5
+LEAK, NO_LEAK, NOISE = "LEAK", "NOLEAK", "NOISE"
+
+
+# what the path of a recording says: label (LEAK, NO_LEAK or NOISE; empty: none, and it stays out of the table), group
+# (recordings of one group must not be divided), and further columns of the table
+NamedRecording = namedtuple("NamedRecording", "label group columns", defaults=[{}])
+
+
+Parts = Sequence[str]  # folders and name of a file below the source
+
+
+def squeezed(text: str) -> str:
+    "Return only the letters, in lower case."
+    return re.sub(r"[^a-z]", "", text.lower())
+
+
+_FOLDER = re.compile(  # a whole squeezed name, with or without an ending
+    "((?P<no>no|non|not|without)?leak(s|age|ages|ing)?|(?P<noise>(environmental|background)?noises?))"
+    "(acousticdata|data|recordings|signals|metal|nonmetal)?"
+)
+
+
+def label_of_folders(folders: Parts) -> str:
+    "Find the label in the name of the innermost folder, or of the archive where it has no folders; empty: another name."
+    name = re.sub(r"\.(zip|rar)$", "", folders[-1], flags=re.IGNORECASE) if folders else ""
+    found = _FOLDER.fullmatch(squeezed(name))
+    return "" if found is None else NOISE if found["noise"] else NO_LEAK if found["no"] else LEAK
+
+# %% ../../../nbs/extras/sets/fetch.ipynb #aa5f0dc3
+@dataclass(frozen=True)
+class LeakSet:
+    "A public set of recordings, and how to read it."
+
+    name: str
+    title: str  # of the data
+    doi: str
+    citation: str
+    size: str  # of the download, as described
+    # address of the record: of Zenodo, or of the public API of Mendeley Data without its last part
+    record: str
+    version: int  # of the record at Mendeley Data; 0: Zenodo, where each version is a record
+    wanted: str  # pattern of the paths of the files to download, searched in lower case
+    parse: Callable[[Parts], NamedRecording | None]  # None: not a recording of this set
+    group_rule: str  # a sentence
+    groupings: tuple[str, ...]  # for a comparison of splits, from the easiest to the hardest
+    stated: Mapping[str, int]  # counts of the description
+    faults: tuple[str, ...]  # known, a sentence each
+    spec: Mapping[str, int | float]  # features for a first build
+    labels: tuple[str, ...] = (LEAK, NO_LEAK)  # each must have a recording
+    headerless: bool = False  # files of 32-bit little-endian PCM, 8 kHz, mono, without a header
+    licence: str = "CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/)"
+
+    @property
+    def page(self) -> str:
+        "Address of the page of the set."
+        return f"https://doi.org/{self.doi}"
+
+# %% ../../../nbs/extras/sets/fetch.ipynb #8706acd7
+def _stem(parts: Parts, extension: str) -> str:
+    "Return the name of a file without its extension; empty for files with another one."
+    stem, _, end = parts[-1].rpartition(".")
+    return stem if end.lower() == extension else ""
+
+
+def parse_aghashahi(parts: Parts) -> NamedRecording | None:
+    "Read a name like `BR_CC_0.18 LPS_N_H1.raw`; accelerometers and pressure sensors are left out."
+    stem = _stem(parts, "raw")
+    if found := re.fullmatch(r"background noise[ _]h([12])", stem, re.ASCII | re.IGNORECASE):
+        return NamedRecording("", "background", {"device": f"H{found[1]}"})
+    found = re.fullmatch(
+        r"(BR|LO)_(CC|GL|LC|NL|OL)_(0\.18 LPS|0\.47 LPS|ND|Transient)(?:_(NN|N))?_([AHP])([12])",
+        stem,
+        re.ASCII,
+    )
+    if found is None or found[5] != "H":
+        return None
+    topology, leak, flow, noise, kind, number = found.groups()
+    return NamedRecording(
+        NO_LEAK if leak == "NL" else LEAK,
+        f"{topology}_{leak}_{flow}",
+        {
+            "topology": topology,
+            "leak_type": leak,
+            "flow": flow,
+            "noise": noise or "",
+            "device": kind + number,
+        },
+    )
+
+# %% ../../../nbs/extras/sets/fetch.ipynb #045f200b
+def parse_dongguan(parts: Parts) -> NamedRecording | None:
+    "Read a name like `pe-zone 2-0.305 MPa-1.6 ms-noise logger-0-1_2.wav`; the label is that of the folder or archive."
+    found = re.fullmatch(
+        r"(?P<body>.+?)[-_](?P<w0>\d)-(?P<w1>\d)(?:_(?P<n>\d+))?", _stem(parts, "wav"), re.ASCII
+    )
+    label = label_of_folders(parts[:-1])
+    if found is None or int(found["w1"]) != int(found["w0"]) + 1:
+        return None
+    body = found["body"].strip()
+    words = [word.strip() for word in body.split("-")]
+    columns = {"device": words[-1], "window": f"{found['w0']}-{found['w1']}"}
+    if label in (LEAK, NO_LEAK) and len(words) == 5:
+        columns |= {"material": words[0], "region": words[1]}
+    elif label == NOISE and len(words) >= 3:
+        columns |= {"noise_kind": "-".join(words[:-2]), "region": words[-2]}
+    return NamedRecording(label, body, columns)
+
+# %% ../../../nbs/extras/sets/fetch.ipynb #8b4be6ad
+_SITE = re.compile(r"(\d+\.\d+)(?:[.\-_ ].*)?", re.ASCII)
+_LOGGER = re.compile(r"\d+_(\d+)-(\d{4})(\d\d)(\d\d).*", re.ASCII)
+
+
+def parse_hongkong(name: re.Pattern[str], parts: Parts) -> NamedRecording | None:
+    """Read a name like `1.3.02.0345.wav` or `003_05593-20180927.wav`; label and material are those of the folders.
+
+    `name` is the pattern of the name of a file: its group, and perhaps a date.
+    """
+    found = name.fullmatch(_stem(parts, "wav"))
+    if not found:
+        return None
+    group, *date = found.groups()
+    columns, text = {"date": "-".join(date)} if date else {}, "/".join(map(squeezed, parts[:-1]))
+    if "metal" in text:
+        columns["material"] = "nonmetal" if "nonmetal" in text else "metal"
+    label = label_of_folders(parts[:-1])
+    return NamedRecording("" if label == NOISE else label, group, columns)
+
+# %% ../../../nbs/extras/sets/fetch.ipynb #57a21e95
+_MENDELEY = "https://data.mendeley.com/public-api/datasets"
+_HONGKONG = partial(
+    LeakSet,
+    doi="10.17632/hkn8mxcjyz.1",
+    citation="Tijani, I. A., Tariq, S., Zayed, T. et al. (2022): Acoustic Based Data Acquisition for Leak Detection of Water "
+    "Distribution Networks. Mendeley Data, V1. https://doi.org/10.17632/hkn8mxcjyz.1",
+    record=f"{_MENDELEY}/hkn8mxcjyz",
+    version=1,
+    groupings=("recording", "group"),
+    spec={"sample_rate": 4096, "duration_s": 10.0},
+)
+
+SETS = {
+    s.name: s
+    for s in (
+        LeakSet(
+            name="aghashahi",
+            title="Dataset of Leak Simulations in Experimental Testbed Water Distribution System (hydrophones)",
+            doi="10.17632/tbrnp6vrnj.1",
+            citation="Aghashahi, M., Sela, L., Banks, M. K. (2022): Dataset of Leak Simulations in Experimental Testbed Water Distribution "
+            "System. Mendeley Data, V1. https://doi.org/10.17632/tbrnp6vrnj.1",
+            size="64.0 MB",
+            record=f"{_MENDELEY}/tbrnp6vrnj",
+            version=1,
+            wanted=r"hydrophone[^/]*\.(zip|rar)$|hydrophone.*\.raw$",
+            parse=parse_aghashahi,
+            group_rule="one group is one physical test: the name without the hydrophone and without N or NN; both hydrophones belong together",
+            groupings=("recording", "group", "flow", "topology"),
+            stated={
+                "recordings": 120,
+                "recordings without a label": 2,
+                "groups": 40,
+                "groups of NOLEAK": 8,
+                "clipped files": 44,
+            },
+            faults=(
+                "44 files clip.",
+                "10.17632/xw44wv2g88.2 is the same data again: do not use both.",
+                "The published loader keeps the first 30 s of each file only; the files are longer, and of different lengths.",
+                "Accelerometers and pressure sensors are not fetched: files are cut at the row limit of a spreadsheet, and rates differ.",
+            ),
+            spec={"sample_rate": 8000, "duration_s": 30.0},
+            headerless=True,
+        ),
+        LeakSet(
+            name="dongguan",
+            title="Acoustic data for 'Self-supervised acoustic leakage detection for water distribution systems'",
+            doi="10.5281/zenodo.18631450",
+            citation="Wang, Q., Mei, Z., Zhan, F., Chen, J. (2026): Acoustic data for the manuscript entitled 'Self-supervised acoustic leakage "
+            "detection for water distribution systems: A real-time diagnosis framework under data scarcity'. Zenodo. "
+            "https://doi.org/10.5281/zenodo.18631450",
+            size="about 6 MB",
+            record="https://zenodo.org/api/records/18631450",
+            version=0,
+            wanted=r"\.(zip|rar|wav)$",
+            parse=parse_dongguan,
+            group_rule="the name without the second w0-w1 and the number _N; groups that share byte-equal files are joined",
+            groupings=("recording", "group", "region", "material"),
+            stated={
+                "recordings": 1000,
+                "LEAK": 500,
+                "NOLEAK": 386,
+                "NOISE": 114,
+                "groups of LEAK": 271,
+                "groups of NOLEAK": 18,
+                "groups of NOISE": 33,
+                "byte-equal pairs": 36,
+                "byte-equal pairs of two groups by name": 6,
+                "8000 Hz": 1000,
+                "of 1 s": 1000,
+                "mono 16-bit PCM": 1000,
+            },
+            faults=(
+                "36 pairs of files are byte-equal, 6 of them under names of different groups: these groups are joined in the table.",
+                "Pressure and flow are in the names of leaks only: a file name gives the label away. They are not in the table.",
+                "386 recordings without a leak belong to 18 groups only: intervals by groups are wide.",
+            ),
+            spec={"sample_rate": 8000, "duration_s": 1.0},
+            labels=(LEAK, NO_LEAK, NOISE),
+        ),
+        _HONGKONG(
+            name="hongkong-hydrophones",
+            title="Acoustic Based Data Acquisition for Leak Detection of Water Distribution Networks (hydrophones)",
+            size="10.7 MB",
+            wanted=r"hydrophone.*\.(zip|rar|wav)$",
+            parse=partial(parse_hongkong, _SITE),
+            group_rule="the site: the beginning of the name, 1.1 to 3.3",
+            stated={
+                "recordings": 80,
+                "LEAK": 40,
+                "NOLEAK": 40,
+                "LEAK at 4096 Hz": 28,
+                "NOLEAK at 8092 Hz": 40,
+            },
+            faults=(
+                "28 of 40 leak files have a sample rate of 4096 Hz, all files without a leak 8092 Hz: the sample rate gives the label away, also after "
+                "resampling, because the upper band is missing in the slower files.",
+            ),
+        ),
+        _HONGKONG(
+            name="hongkong-loggers",
+            title="Acoustic Based Data Acquisition for Leak Detection of Water Distribution Networks (noise loggers)",
+            size="7.4 MB",
+            wanted=r"logger.*\.(zip|rar|wav)$",
+            parse=partial(parse_hongkong, _LOGGER),
+            group_rule="the number of the logger",
+            stated={"recordings": 60, "byte-equal pairs": 1},
+            faults=("Two files are byte-equal: the groups that share them are joined in the table.",),
+        ),
+    )
+}
+
+
+def set_named(name: str) -> LeakSet:  # raises UsageError
+    "Return the set of a name."
+    if name not in SETS:
+        raise UsageError(
+            f"no public set has this name: {answer_unknown(name, SETS)}",
+            code="unknown-set",
+            found=repr(name),
+            expected=", ".join(SETS),
+        )
+    return SETS[name]
+
+
+def catalogue_text() -> str:
+    "List the sets: name, size, licence and title."
+    return "\n".join(f"{s.name:22s} {s.size:12s} CC BY 4.0  {s.title}, {s.page}" for s in SETS.values())
 
 # %% ../../../nbs/extras/sets/fetch.ipynb #8cd68023
 MAX_MEMBERS = 20_000
@@ -656,19 +915,21 @@ class FetchedSet:
         f, counts = self.facts, self.facts["counts"]
         labels = ", ".join(f"{name} {n:,}" for name, n in counts.items() if name.isupper())
         n = sum(not file["published"] for file in f["files"])
-        lines = [
-            f"{show_path(self.path)}{' (complete before)' if self.was_complete else ''}",
-            f"  {counts['recordings']:,} recordings ({labels}) in {counts['groups']:,} groups: {f['group_rule']}",
-            *[f"  not compared with a published checksum: {n:,} files; their digests are in {SET_FILE}"]
-            * (n > 0),
-        ]
         notes = {
             "DIFFERENT from the description": "differences",
             "warning": "warnings",
             "known fault": "known_faults",
         }
-        lines += [f"  {head}: {text}" for head, name in notes.items() for text in f[name]]
-        return "\n".join([*lines, "next:", *(f"  {command}" for command in self.commands)])
+        lines = [
+            f"{show_path(self.path)}{' (complete before)' if self.was_complete else ''}",
+            f"  {counts['recordings']:,} recordings ({labels}) in {counts['groups']:,} groups: {f['group_rule']}",
+            *[f"  not compared with a published checksum: {n:,} files; their digests are in {SET_FILE}"]
+            * (n > 0),
+            *(f"  {head}: {text}" for head, name in notes.items() for text in f[name]),
+            "next:",
+            *(f"  {command}" for command in self.commands),
+        ]
+        return "\n".join(lines)
 
 
 def _facts_of(
@@ -739,7 +1000,7 @@ def _given_files(archives: Iterable[Path]) -> list[dict[str, Any]]:
 
 # %% ../../../nbs/extras/sets/fetch.ipynb #e1f7083a
 def fetch(
-    name: str,  # of a set, see `leakmel.extras.sets.catalogue.SETS`
+    name: str,  # of a set, see `leakmel.extras.sets.fetch.SETS`
     out: str | os.PathLike | None = None,  # folder to make; None: the name of the set, in the current folder
     *,
     source: str | os.PathLike | None = None,  # archive or folder that was downloaded by hand; None: download
