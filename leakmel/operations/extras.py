@@ -121,10 +121,11 @@ class WorkingFolder:
             "In JupyterLab, open start.ipynb and run its cells.": True,
         }
         lines = [
-            f"{show_path(self.folder)}: {how_many(len(self.created), 'notebook')} created, results go to runs/"
+            f"{show_path(self.folder)}: {how_many(len(self.created), 'notebook')} created, results go to runs/",
+            *(note for note, holds in notes.items() if holds),
+            f"next: {self.summary['next']}",
         ]
-        lines += [note for note, holds in notes.items() if holds]
-        return "\n".join([*lines, f"next: {self.summary['next']}"])
+        return "\n".join(lines)
 
 # %% ../../nbs/operations/extras.ipynb #912c046d
 def make_working_folder(folder: str | os.PathLike) -> WorkingFolder:  # raises OutputError
@@ -182,7 +183,7 @@ class Fetch(Operation):
     accept_unverified: bool = False
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.extras.sets.catalogue import SETS, catalogue_text
+        from leakmel.extras.sets.fetch import SETS, catalogue_text
 
         unverified = {"--accept-unverified": self.accept_unverified}
         if self.name is None:
@@ -550,7 +551,7 @@ class Correlate(Operation):
         )
 
     def __call__(self, run: Run) -> Outcome:
-        from leakmel.extras.locate.cross_spectra import synthetic_pair
+        from leakmel.extras.locate.correlate import synthetic_pair
 
         if self.distance_m is None:
             raise UsageError(
@@ -563,13 +564,10 @@ class Correlate(Operation):
                 "a band has two ends", code="conflicting-parameters", expected="band_low_hz and band_high_hz"
             )
         speed = self._speed()
-        a: Any = None if self.a is None else user_path(self.a)
-        if a is None:
-            a = synthetic_pair(
-                position_m=0.3 * self.distance_m,
-                distance_m=self.distance_m,
-                speed_m_s=getattr(speed, "speed_m_s", speed),
-            )
+        made = {"distance_m": self.distance_m, "speed_m_s": getattr(speed, "speed_m_s", speed)}
+        a: Any = (
+            synthetic_pair(position_m=0.3 * self.distance_m, **made) if self.a is None else user_path(self.a)
+        )
         b = None if self.b is None else user_path(self.b)
         own = values_of(self, "distance_m clock_error_s offset_s distance_error_m speed_error_m_s method")
         given = {name: value for name, value in own.items() if value is not None}
@@ -694,9 +692,8 @@ class Retrain(Operation):
         note = f"the champion of {show_path(out)}"
         if run.keeps and (champion or not (out / CHAMPION_FILE).is_file()):
             champion, note = find_model(champion)
-        validation = self.validation
-        if run.keeps and not validation and all(user_path(path).is_dir() for path in self.replay):
-            validation = self.replay
+        are_folders = all(user_path(path).is_dir() for path in self.replay)
+        validation = self.replay if run.keeps and not self.validation and are_folders else self.validation
         parts = {
             "new_data": [find_data_set(path, "training") for path in self.data],
             "replay": [find_data_set(path, "training") for path in self.replay],
@@ -980,13 +977,14 @@ class Cache(Operation):
         n_bytes = sum(f.n_bytes for f in files)
         there = show_path(folder) if folder.is_dir() else f"{show_path(folder)} (no such folder)"
         count = f"{'' if is_list else 'removed '}{how_many(len(files), 'cache file')}"
-        lines = [f"{count}, {size_text(n_bytes)} in {there}"]
-        for f in files:
-            what = f.problem or f"{how_many(f.recordings, 'recording')} of {f.folder}"
-            lines.append(
-                f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}"
-            )
-
+        what = [f.problem or f"{how_many(f.recordings, 'recording')} of {f.folder}" for f in files]
+        lines = [
+            f"{count}, {size_text(n_bytes)} in {there}",
+            *(
+                f"  {f.used_utc[:16].replace('T', ' ')}  {size_text(f.n_bytes):>9}  {f.path.name}  {text}"
+                for f, text in zip(files, what, strict=True)
+            ),
+        ]
         text = run.answer(
             lines, next="leakmel machine cache clear --unused-days 30" * bool(is_list and files)
         )
