@@ -256,7 +256,7 @@ def fresh_rows(world: World, sql: str, visits: dict[str, str]) -> list[tuple]:
     with History(world.root / "fresh") as history:
         history.begin()
         entries = [entry_of(digest, *facts) for digest, facts in world.model.items()]
-        nights.record_run(history, entries, nights.Budget(), visits)
+        nights.record_run(history, entries, nights.Budget(), visits, last_repairs(world))
         found = history.query(sql)
         history.commit()
     shutil.rmtree(world.root / "fresh")
@@ -270,6 +270,17 @@ def last_visits(world: World) -> dict[str, str]:
         if outcome != "no_access" and any(s == sensor for s, *_ in world.model.values()):
             found[sensor] = night
     return found
+
+
+def last_repairs(world: World) -> dict[str, list[str]]:
+    "Sensor whose last visit found a leak -> night of its last other visit, and of the visits that found leaks since."
+    found: dict[str, list[str]] = {}
+    for (sensor, night), outcome in sorted(world.visits.items(), key=lambda x: x[0][1]):
+        if outcome == "leak":
+            found.setdefault(sensor, [""]).append(night)
+        elif outcome != "no_access":
+            found[sensor] = [night]
+    return {sensor: visits for sensor, visits in found.items() if len(visits) > 1}
 
 
 def nightly(world: World, detector: Any, **more: Any) -> run.NightlyRun:
