@@ -751,6 +751,8 @@ class Nightly(Operation):
     budget: float = option(0.2, metavar="N")
     # random visits per night
     audits: int = 2
+    # URL of a webhook, or mailto:ADDRESS, that gets a message for each sensor that is new on the list
+    notify: str | None = option(None, metavar="URL")
     # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit), optionally outcome, as leakmel visited writes it: the
     # evidence of these sensors starts again; read after visits.csv of the state folder, which it corrects, except where that has a later entry (column when)
     visited: str | None = option(None, metavar="FILE")
@@ -781,7 +783,7 @@ class Nightly(Operation):
             **plan.given,
             "model": detector or model,
             "state": state,
-            **values_of(self, "budget audits visited reference time_from device"),
+            **values_of(self, "budget audits notify visited reference time_from device"),
         }
         files = {"model": model} if model else {}
         return DetectorPlan({**plan.inputs, "budget": budget}, state, given, files)

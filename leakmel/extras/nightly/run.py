@@ -49,6 +49,7 @@ from leakmel.detector.model.files import require_kind, require_result
 from leakmel.detector.predict.predict import ScoredRecording, detector_of, predict
 from leakmel.detector.predict.scoring import RecordingList, find_recordings
 from leakmel.extras.nightly import nights
+from leakmel.extras.nightly.handover import Delivery, Place, check_address, deliver, geojson
 from leakmel.extras.nightly.history import History, HistoryEntry, night_before, night_of
 from leakmel.mel.engines import open_engine
 from leakmel.mel.spec import MelSpec
@@ -318,6 +319,7 @@ class NightlyRun:
     visit_tables: tuple[str, ...] = ()  # that were read; a later one corrects those before it
     is_first: bool = True  # the history had no night before
     site_outlook: str = ""  # what a detector of this site would give, by the labels of visits
+    messages: Delivery | None = None  # what was sent; None: nothing was to be
 
     @property
     def last_night(self) -> str:
@@ -430,6 +432,7 @@ class NightlyRun:
             "repairs": self.repairs,
             "visit_tables": list(self.visit_tables),
             "site_outlook": self.site_outlook,
+            "messages": None if self.messages is None else asdict(self.messages),
             "seconds": self.seconds,
         }
 
@@ -472,6 +475,7 @@ class NightlyRun:
                 *(f"  {text}" for text in (self.visit_results, self.site_outlook) if text),
                 *[f"  visits read from {', corrected by '.join(self.visit_tables)}"]
                 * bool(self.visit_tables),
+                *[f"  {self.messages}"] * (self.messages is not None),
                 f"  tables in {show_path(self.state)}",
             ]
         )
@@ -519,10 +523,6 @@ def evidence_points(
     return list(zip(np.linspace(4, 164, len(y)).round(1).tolist(), y, strict=True)), limit_y
 
 # %% ../../../nbs/extras/nightly/run.ipynb #266c008e
-# longitude and latitude in degrees, or east and north coordinates; whether they are degrees
-Place = tuple[float, float, bool]
-
-
 def place_of(columns: Mapping[str, str]) -> Place | None:  # None: no coordinates, or no numbers
     "Read coordinates from further columns of a table: lat and lon, or x and y."
     values = {name.strip().lower(): text for name, text in columns.items()}
@@ -774,7 +774,7 @@ def drift_plot(done: "NightlyRun") -> Any:  # go.Figure
 
 # %% ../../../nbs/extras/nightly/run.ipynb #0fe27017
 VISITS_CSV = "visits.csv"  # of `record_visit`, which a person may edit
-VISIT_LABELS_CSV = "visit_labels.csv"
+VISIT_LABELS_CSV, VISITS_GEOJSON = "visit_labels.csv", "visits.geojson"
 
 
 def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; raises OutputError
@@ -791,11 +791,12 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
     require_kind(target / VISIT_LABELS_CSV, "table of labels", lambda file: has_columns(file, LABELS_COLUMNS))
     require_result(target / SENSORS_JSON, kind, f'{{"format": "{FORMAT}"'.encode())
     require_result(target / VISITS_HTML, kind, PAGE_BEGINS.encode())
+    require_result(target / VISITS_GEOJSON, kind, b'{"type": "FeatureCollection"')
     return target
 
 
-def write_tables(done: NightlyRun, page: str, labels: str) -> None:
-    "Write sensors.csv, sensors.json, visits.html and, with visits, visit_labels.csv; raises OutputError, SpaceError."
+def write_tables(done: NightlyRun, page: str, labels: str, places: Mapping[str, Place]) -> None:
+    "Write sensors.csv, sensors.json, visits.html, with visits visit_labels.csv, with longitudes visits.geojson; raises OutputError, SpaceError."
     texts = {
         SENSORS_CSV: done.table.to_csv(index=False),
         SENSORS_JSON: json.dumps(done.body, ensure_ascii=True) + "\n",
@@ -803,6 +804,8 @@ def write_tables(done: NightlyRun, page: str, labels: str) -> None:
     }
     if labels:
         texts[VISIT_LABELS_CSV] = labels
+    if any(is_degrees for *_, is_degrees in places.values()):
+        texts[VISITS_GEOJSON] = json.dumps(geojson(done.sensors, places)) + "\n"
     with ExitStack() as stack:
         for name, text in texts.items():
             new = stack.enter_context(replacing(done.state / name))
@@ -911,6 +914,8 @@ def nightly(
     # false visits per 100 sensor-nights, 0.000001 to 10; for nights of a sensor that are independent, with normally distributed scores
     budget: float = 0.2,
     audits: int = 2,  # random visits per night
+    # URL of a webhook, or mailto:ADDRESS, that gets a message for each sensor that is new on the list
+    notify: str | None = None,
     # CSV file of visits with the columns sensor and night: these sensors start again. It is read together with visits.csv of the state folder, and
     # corrects it: of two rows of a sensor and night the one counts that was entered later (column when), without these times that of this file
     visited: str | os.PathLike | None = None,
@@ -925,6 +930,8 @@ def nightly(
     began = time.perf_counter()
     rule = nights.Budget(budget)
     require_count("audits", audits, 0, 1000)
+    if notify is not None:
+        check_address(notify)
     source = Folder(folder)
     target = _check_state(state, source.path)
     tables = _tables(target / VISITS_CSV, visited)
@@ -978,9 +985,11 @@ def nightly(
             is_first=files.is_first,
             site_outlook=site_outlook(history, labelled),
         )
-        page = visits_page(done, _clips(done, files.paths, spec), _places(rows, manifest))
-        write_tables(done, page, visit_labels(labelled, detector) if tables else "")
-    return replace(done, seconds=time.perf_counter() - began)
+        places = _places(rows, manifest)
+        page = visits_page(done, _clips(done, files.paths, spec), places)
+        write_tables(done, page, visit_labels(labelled, detector) if tables else "", places)
+        messages = None if notify is None else deliver(notify, done.to_visit, target, places)
+    return replace(done, messages=messages, seconds=time.perf_counter() - began)
 
 
 def _tables(own: Path, visited: str | os.PathLike | None) -> list[Path]:
