@@ -24,7 +24,7 @@ import pytest
 from leakmel.core import files as core_files
 from leakmel.core.errors import LeakmelError
 from leakmel.dataset.schema import Rejected
-from leakmel.extras.nightly import nights, run
+from leakmel.extras.nightly import handover, nights, run
 from leakmel.extras.nightly.history import History, HistoryEntry, night_of
 
 FIRST = date(2014, 1, 1)
@@ -284,10 +284,26 @@ def last_repairs(world: World) -> dict[str, list[str]]:
 
 
 def nightly(world: World, detector: Any, **more: Any) -> run.NightlyRun:
+    "A run that tells its list to a server that often fails; what arrives is in `told`."
+
+    def post(url: str, message: handover.Message) -> None:
+        with (world.root / "told").open("a") as f:
+            if random.Random(f.tell() + world.night).random() < 0.3:
+                raise handover.NotDelivered("HTTP 500")
+            f.write(f"{message.key} {message.sensor} {message.since}\n")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handover, "post", post)
+        patch.setattr(handover, "WAITS_S", (0.0, 0.0))
+        return _nightly(world, detector, **more)
+
+
+def _nightly(world: World, detector: Any, **more: Any) -> run.NightlyRun:
     return run.nightly(
         world.folder,
         detector,
         world.state,
+        notify="http://127.0.0.1/",
         visited=world.root / "visits.csv",
         audits=0,
         device="cpu",
