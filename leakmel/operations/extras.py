@@ -751,8 +751,10 @@ class Nightly(Operation):
     budget: float = option(0.2, metavar="N")
     # random visits per night
     audits: int = 2
+    # URL of a webhook, or mailto:ADDRESS, that gets a message for each sensor that is new on the list
+    notify: str | None = option(None, metavar="URL")
     # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit), optionally outcome, as leakmel visited writes it: the
-    # evidence of these sensors starts again; read after visits.csv of the state folder, which it corrects
+    # evidence of these sensors starts again; read after visits.csv of the state folder, which it corrects, except where that has a later entry (column when)
     visited: str | None = option(None, metavar="FILE")
     # data set that drift is measured against, for example the training set, with a model only; it is stored in the state folder (default: the first 28 nights)
     reference: str | None = option(None, metavar="FILE")
@@ -781,7 +783,7 @@ class Nightly(Operation):
             **plan.given,
             "model": detector or model,
             "state": state,
-            **values_of(self, "budget audits visited reference time_from device"),
+            **values_of(self, "budget audits notify visited reference time_from device"),
         }
         files = {"model": model} if model else {}
         return DetectorPlan({**plan.inputs, "budget": budget}, state, given, files)
@@ -792,14 +794,17 @@ class Nightly(Operation):
         body = {"ok": True} | done.summary
         write_summary(plan.out, body)
         model = [word for path in plan.files.values() for word in ("--model", path)]
-        places = map(show_path, (plan.given["folder"], *model))
-        text = run.answer([done.text()], next=shlex.join(["leakmel", "review", *places]))
+        words = ["review", *map(show_path, (plan.given["folder"], *model))]
+        if done.to_visit:  # what the crew finds
+            found = [done.to_visit[0].sensor, done.last_night, "leak"]
+            words = ["visited", *found, "--state", show_path(plan.out)]
+        text = run.answer([done.text()], next=shlex.join(["leakmel", *words]))
         return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
 
 
 @operation("visited", example="leakmel visited H136 2026-11-29 leak --state nightly")
 class Visited(Operation):
-    "Record what a visit to a sensor found; the next nightly run starts its evidence again, and counts the outcomes."
+    "Record what a visit to a sensor found; the next nightly run starts its evidence again, counts the outcomes, and checks the repair of a leak."
 
     # name of the sensor, as in the list of the last nightly run
     sensor: str = option(positional=True)
@@ -822,7 +827,7 @@ class Visited(Operation):
         from leakmel.extras.nightly.run import record_visit
         from leakmel.recordings.labels import login_name
 
-        visit, file, n = record_visit(
+        visit, file, n, warning = record_visit(
             user_path(self.state) if self.state else runs_folder() / "nightly",
             self.sensor,
             self.night,
@@ -831,10 +836,10 @@ class Visited(Operation):
             note=self.note,
             table=None if self.table is None else user_path(self.table),
         )
-        body = {"table": show_path(file), "visits": n, **vars(visit)}
+        body = {"table": show_path(file), "visits": n, **vars(visit), "warning": warning}
         said = f"{show_path(visit.sensor)}: {visit.outcome}, visited after the night {visit.night} ({visit.reason})"
         then = "the next nightly run reads them" + (" with --visited" if self.table else "")
-        lines = [said, f"visits in {show_path(file)}: {n:,}; {then}"]
+        lines = [said, f"warning: {warning}" * bool(warning), f"visits in {show_path(file)}: {n:,}; {then}"]
         return Outcome(visit, body, run.answer(lines))
 
 # %% ../../nbs/operations/extras.ipynb #7f3efe20

@@ -1,5 +1,6 @@
 "Messages on new visits: each once, whatever the server does, and through kills; a layer for a GIS."
 
+import io
 import json
 import signal
 import socket
@@ -9,8 +10,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
+from datetime import date, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from typing import Any
 import pytest
 from each import each
 from errors import raises
+from made_detectors import made_detector, noise, put
 
-from leakmel.extras.nightly import handover
+from leakmel.cli import main
+from leakmel.extras.nightly import handover, run
 from leakmel.extras.nightly.handover import NOTIFIED_JSON, check_address, deliver, geojson
 from leakmel.extras.nightly.nights import SensorRow
 
@@ -104,6 +108,12 @@ def hook(monkeypatch) -> Iterator[Hook]:
         yield server
 
 
+def printed(words: list[str]) -> str:
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(words) == 0
+    return out.getvalue()
+
+
 def test_each_visit_is_told_once(hook, tmp_path):
     assert str(deliver(hook.url, ROWS, tmp_path, {})) == "3 messages sent to 127.0.0.1"
     assert deliver(hook.url, ROWS, tmp_path, {}).sent == 0
@@ -177,7 +187,8 @@ import os, signal, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
 from leakmel.core import files
-from leakmel.extras.nightly import handover
+from leakmel.cli import main
+from leakmel.extras.nightly import handover, run
 from test_handover import ROWS
 
 n, real = int(sys.argv[2]), os.fsync
@@ -330,3 +341,55 @@ def test_geojson_has_the_sensors_to_visit_with_a_longitude():
     (feature,) = layer["features"]
     assert feature["geometry"] == {"type": "Point", "coordinates": [6.1, 49.6]}
     assert feature["properties"]["reason"] == "Scores rose."
+
+
+def test_a_run_tells_its_list_and_writes_the_layer(hook, tmp_path, monkeypatch):
+    "A table has the coordinates; the second run has nothing new to tell."
+    recordings, state = tmp_path / "r", tmp_path / "state"
+    with (tmp_path / "t.csv").open("w") as f:
+        f.write("path,sensor,lat,lon\n")
+        for day in range(24):
+            for s in range(3):
+                night = date(2025, 1, 1) + timedelta(day)
+                name = f"P{s}_{night:%Y%m%d}_230000.wav"
+                put(recordings, name, noise(100 * day + s, level=300))
+                f.write(f"{name},P{s},49.{s},6.1\n")
+    loud = {f"P1_{date(2025, 1, 1) + timedelta(day):%Y%m%d}_230000.wav" for day in range(12, 24)}
+
+    def scored(x: Any, *args: Any) -> Any:
+        done = real(x, *args)
+        return (*done[:3], [0.9 if s.path.decode() in loud else 0.2 for s in done[0]])
+
+    real = run._scored
+    monkeypatch.setattr(run, "_scored", scored)
+    model = made_detector().save(tmp_path / "model.pt")
+    words = ["nightly", str(recordings), "--model", str(model), "--state", str(state)]
+    words += ["--table", str(tmp_path / "t.csv"), "--audits", "0", "--notify", hook.url, "--json", "--quiet"]
+    for sent in (1, 0):
+        assert json.loads(printed(words))["messages"] == {
+            "to": "127.0.0.1",
+            "sent": sent,
+            "left": 0,
+            "why": "",
+        }
+    ((_, body),) = hook.got
+    assert (body["sensor"], body["longitude"], body["latitude"]) == ("P1", 6.1, 49.1)
+    (feature,) = json.loads((state / "visits.geojson").read_text())["features"]
+    assert (feature["id"], feature["geometry"]["coordinates"]) == ("P1", [6.1, 49.1])
+
+
+def test_a_wrong_address_ends_the_run_before_it_begins(tmp_path, capsys):
+    (tmp_path / "r").mkdir()
+    words = [
+        "nightly",
+        str(tmp_path / "r"),
+        "--state",
+        str(tmp_path / "s"),
+        "--notify",
+        "hooks.example.org/T0/secret",
+    ]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert "https://HOST/PATH" in said.err
+    assert "secret" not in said.err + said.out
+    assert not (tmp_path / "s").exists()

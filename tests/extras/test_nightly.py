@@ -4,6 +4,8 @@ import csv
 import errno
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import sqlite3
@@ -12,6 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -386,9 +389,19 @@ def test_command_line(tmp_path, model, capsys, monkeypatch):
     assert (body["ok"], body["new"], body["sensors"], body["audits"]) == (True, 16, 2, 1)
     rows = {r["sensor"]: r for r in rows_of(tmp_path / "s")}
     assert (rows["P0"]["nights"], rows["P1"]["nights"]) == ("3", "8")
-    monkeypatch.setattr(lm.NightlyRun, "to_visit", (1,))
+    monkeypatch.setattr(lm.NightlyRun, "to_visit", (SimpleNamespace(sensor="P 0"),))
     assert main([*words, "--exit-code"]) == 4
     assert json.loads(capsys.readouterr().out)["ok"] is True
+    assert main(words[:-1]) == 0
+    (following,) = re.findall(r"^next: (.*)$", re.sub(r"\n  ", " ", capsys.readouterr().out), re.M)
+    assert shlex.split(following)[1:] == [
+        "visited",
+        "P 0",
+        "2025-01-08",
+        "leak",
+        "--state",
+        str(tmp_path / "s"),
+    ]
     assert main(words[:4]) == 2
     assert main([*words, "--budget", "0"]) == 2
     assert main(["nightly", str(tmp_path / "none"), *words[2:]]) == 1

@@ -38,6 +38,15 @@ def equal(a: object, b: object) -> bool:
     return a == b or (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-9))
 
 
+def told_by(world: World) -> dict[tuple[str, str], list[str]]:
+    "Sensor and first night of each visit that was told -> the keys of its messages."
+    found: dict[tuple[str, str], list[str]] = {}
+    for line in (world.root / "told").read_text().splitlines() if (world.root / "told").exists() else ():
+        key, sensor, since = line.split()
+        found.setdefault((sensor, since), []).append(key)
+    return found
+
+
 def disturbed(world: World, detector: object) -> None:
     "Runs of the night that come to nothing."
     if world.happens("folder gone", 0.02):
@@ -67,7 +76,7 @@ def disturbed(world: World, detector: object) -> None:
 def simulate(root: Path, seed: int, n_sensors: int, n_nights: int) -> Counter[str]:
     "Run the nights; return the faults that happened."
     world, detector = World(root, seed, n_sensors), made_detector()
-    listed: dict[str, str] = {}  # sensor -> first night above the limit
+    listed = set[tuple[str, str]]()  # sensor and first night of each visit that a complete run listed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "_scored", score_files)
         patch.setattr(run, "_clips", lambda *args: {})
@@ -82,8 +91,11 @@ def simulate(root: Path, seed: int, n_sensors: int, n_nights: int) -> Counter[st
                 (digest, *facts) for digest, facts in world.model.items()
             )
             assert {r.sensor for r in done.sensors} == {sensor for sensor, *_ in world.model.values()}
-            now = {r.sensor: r.first_above for r in done.to_visit}
-            world.faults["listed"] += len(now.items() - listed.items())
+            now = {(r.sensor, r.first_above or r.last_night) for r in done.to_visit}
+            assert done.messages is not None
+            told = told_by(world)
+            if done.messages.left == 0:
+                assert now <= told.keys()
             listed |= now
             if world.night % 60 == 59 or world.night == n_nights - 1:
                 right = fresh_rows(world, EVIDENCE, last_visits(world))
@@ -92,6 +104,10 @@ def simulate(root: Path, seed: int, n_sensors: int, n_nights: int) -> Counter[st
                 assert not wrong, (
                     f"night {world.night}: {len(wrong)} rows, the first {wrong[0][0]} instead of {wrong[0][1]}"
                 )
+    told, world.faults["listed"] = told_by(world), len(listed)
+    assert len({key for keys in told.values() for key in keys}) == len(told), "a visit has one key"
+    # a killed run may have sent a message that it could not write down
+    assert sum(len(keys) - 1 for keys in told.values()) <= world.faults["killed in a write"]
     return world.faults
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from leakmel.core.operation import Run, make
 from leakmel.extras.nightly import nights
 from leakmel.extras.nightly import run as module
 from leakmel.extras.nightly.nights import Budget, Evidence, compared_scores, levels_of, steady_noise
-from leakmel.extras.nightly.run import VISIT_LABELS_CSV, VISITS_HTML, nightly
+from leakmel.extras.nightly.run import SENSORS_CSV, VISIT_LABELS_CSV, VISITS_HTML, nightly
 from leakmel.operations.extras import Nightly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -141,6 +142,47 @@ def test_a_visit_restarts_the_sensor_and_labels_its_nights(tmp_path, month):
     with (tmp_path / "s" / VISIT_LABELS_CSV).open(newline="") as f:
         labels = [(row["path"].split("/")[0], row["label"]) for row in csv.DictReader(f)]
     assert labels == [(f"d{day}", "LEAK") for day in range(LEAK_FROM, 21)]
+
+
+def test_a_leak_that_goes_on_after_its_repair_is_listed_again(tmp_path, month):
+    "The page, the tables and the answer say so; a sensor that is quiet since is said to be."
+    state, folder = tmp_path / "s", tmp_path / "r"
+    nightly(month, state=state, **QUIET)
+    for sensor in (LEAK, TAP, "P7"):
+        module.record_visit(state, sensor, "2025-01-20", "leak", by="ann")
+    done = nightly(record(folder, range(21, 23)), state=state, audits=0, **QUIET)
+    assert done.repairs[LEAK] == "too early to check the repair: 2 of 7 nights"
+    table = state / SENSORS_CSV  # of a version without the last columns
+    table.write_text(re.sub(r",leak_score,repair$", "", table.read_text(), flags=re.M))
+    done = nightly(record(folder, range(23, 29)), state=state, audits=0, **QUIET)
+    (row,) = done.to_visit
+    assert (row.sensor, row.repair) == (LEAK, "still loud since the repair: second leak or other source")
+    assert row.reason.startswith("Still loud since the repair: second leak or other source. Steady noise at ")
+    assert "every night since 2025-01-21" in row.reason
+    assert done.repairs["P7"].startswith("repair not checked: no clear rise")
+    assert f"  repairs: {LEAK} still loud" in done.text()
+    assert done.summary["repairs"] == done.repairs
+    page = (state / VISITS_HTML).read_text()
+    assert f"Repairs: {LEAK} still loud since the repair" in page
+    assert {r["sensor"]: r["repair"] for r in rows_of(state)} == {r.sensor: r.repair for r in done.sensors}
+    state = tmp_path / "fixed"
+    nightly(month, state=state, **QUIET)
+    module.record_visit(state, LEAK, "2025-01-20", "leak", by="ann")
+    done = nightly(record(tmp_path / "q", range(21, 32), leak_from=99), state=state, audits=0, **QUIET)
+    assert done.repairs == {LEAK: "quiet since the repair (11 nights)"}
+    reason = next(r.reason for r in done.sensors if r.sensor == LEAK)
+    assert reason.endswith("Quiet since the repair (11 nights).")
+
+
+def test_the_first_nights_are_explained_once(tmp_path):
+    folder = record(tmp_path / "r", range(1, 3))
+    first = nightly(folder, state=tmp_path / "s", **QUIET)
+    assert first.first_nights in first.text()
+    then = nightly(folder, state=tmp_path / "s", **QUIET)
+    assert "  First nights (2 of 10): no leak can be listed yet\n" in then.text()
+    assert then.first_nights not in then.text()
+    assert nights.first_nights(Budget(), 5, 8, 19) == nights.first_nights(Budget(), 9, 200, 0) == ""
+    assert nights.first_nights(Budget(), 9, 2, 0)
 
 
 def test_the_command_needs_no_model(tmp_path, capsys):

@@ -15,13 +15,14 @@ from test_nightly_history import run, scored_nights
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import UsageError
-from leakmel.extras.nightly.history import History
+from leakmel.extras.nightly.history import HISTORY_FILE, History
 from leakmel.extras.nightly.nights import (
     Visit,
     add_visit,
     last_visits,
     read_all_visits,
     recordings_of_visit,
+    repaired,
     visit_results,
 )
 from leakmel.extras.nightly.run import (
@@ -99,7 +100,7 @@ def test_a_visit_restarts_the_sensor_and_is_counted(state, table, capsys):
     assert "<code>leakmel visited P" in page
 
 
-def test_visits_label_recordings_that_a_build_takes(state, table):
+def test_visits_label_recordings_that_a_build_takes(state, table, capsys):
     "By their digests; a row corrects an earlier one."
     record_visit(state, "P0", "2025-01-04", "leak", by="ann")
     record_visit(state, "P1", "2025-01-03", "no_leak", by="ann")
@@ -121,6 +122,14 @@ def test_visits_label_recordings_that_a_build_takes(state, table):
     with lm.open_dataset(built.path) as ds:
         counts = ds.files["label"].value_counts()
     assert (counts["LEAK"], counts["NOLEAK"]) == (3, 3)  # others have the names of their folders
+    recordings = str(state.parent / "r")
+    words = ["build", recordings, "--duration-s", "1", "--check", "0", "--quiet", "--out"]
+    assert main([*words, str(state.parent / "y.h5"), "--labels", str(labels)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "9 other recordings keep the label of their folder, name or table" in said
+    assert main([*words, str(state.parent / "z.h5"), "--table", str(labels)]) == 0
+    with lm.open_dataset(state.parent / "z.h5") as ds:
+        assert ds.files["label"].value_counts().to_dict() == {"LEAK": 3, "NOLEAK": 3}
     before = read_all_visits(table)
     assert {v.reason for v in before} == {"audit", "not listed"}
     body = json.loads((state / SENSORS_JSON).read_text())
@@ -167,6 +176,7 @@ def test_a_leak_labels_the_nights_since_the_scores_rose(tmp_path):
         ("P0", "3 January", "leak", "invalid-visits"),
         ("P0", "2025-02-03", "leak", "invalid-visits"),
         ("P0", "1910-01-03", "leak", "invalid-visits"),
+        ("P0", "2024-12-31", "leak", "invalid-visits"),  # before its first recording
         ("P0", "2025-01-03", "maybe", "unknown-choice"),
     ],
 )
@@ -187,6 +197,49 @@ def test_wrong_visits_and_folders_are_refused(state, tmp_path, sensor, night, ou
         (tmp_path / SENSORS_JSON).write_text(text)
         e = refused("damaged-record", lambda: record_visit(tmp_path, sensor, night, outcome))
         assert "run leakmel nightly again" in str(e)
+
+
+def test_a_visit_after_a_night_without_recordings_is_recorded_with_a_warning(state, table, capsys):
+    "The visit of a morning, before the loggers have sent the night; also while the history cannot be read."
+    words = ["visited", "P0", "2025-01-07", "leak", "--state", str(state), "--by", "ann"]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: no recording of this night yet, the last one is of 2025-01-05" in said
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warning"].startswith("no recording of this night yet")
+    assert record_visit(state, "P0", "2025-01-05", "leak")[3] == ""
+    history = state / HISTORY_FILE
+    with History(state):
+        assert record_visit(state, "P0", "2025-01-07", "leak")[3]
+    whole = history.read_bytes()
+    try:
+        for content in (b"", b"garbage", whole[:5000]):
+            history.write_bytes(content)
+            assert record_visit(state, "P0", "2025-01-07", "leak")[3] == ""
+    finally:
+        history.write_bytes(whole)
+
+
+def test_of_two_rows_of_a_visit_the_later_entry_counts(tmp_path):
+    "In whichever table; without times a later row and a later table."
+    head = "sensor,night,outcome,when,reason\n"
+    own, crew = tmp_path / "visits.csv", tmp_path / "crew.csv"
+    for ours, theirs, outcome in (
+        ("2025-01-09T08:00:00Z", "2025-01-08T08:00:00Z", "leak"),
+        ("2025-01-09T08:00:00Z", "2025-01-09T10:00:00Z", "no_leak"),
+        ("2025-01-09T08:00:00Z", "2025-01-09T08:30:00+01:00", "leak"),
+        ("2025-01-09T08:00:00Z", "", "no_leak"),
+        ("2025-01-09T08:00:00Z", "2025-01-08T08:00:00", "no_leak"),  # of which zone?
+        ("", "2025-01-08T08:00:00Z", "no_leak"),
+        ("9.1.2025", "8.1.2025", "no_leak"),
+    ):
+        own.write_text(f"{head}P1,2025-01-03,leak,{ours},evidence\n")
+        crew.write_text(f"{head}P1,2025-01-03,no_leak,{theirs},\nP1,2025-01-02,not_found,,\n")
+        found = read_all_visits(own, crew)
+        assert [(v.night[-1], v.outcome) for v in found] == [("3", outcome), ("2", "not_found")]
+        assert found[0].reason == "evidence"
+        assert last_visits(found) == {"P1": "2025-01-03"}
+        assert bool(repaired(found)) == (outcome == "leak")
 
 
 def test_tables_of_people_keep_their_columns_and_delimiter(tmp_path):

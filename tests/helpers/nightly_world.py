@@ -24,7 +24,7 @@ import pytest
 from leakmel.core import files as core_files
 from leakmel.core.errors import LeakmelError
 from leakmel.dataset.schema import Rejected
-from leakmel.extras.nightly import nights, run
+from leakmel.extras.nightly import handover, nights, run
 from leakmel.extras.nightly.history import History, HistoryEntry, night_of
 
 FIRST = date(2014, 1, 1)
@@ -256,7 +256,7 @@ def fresh_rows(world: World, sql: str, visits: dict[str, str]) -> list[tuple]:
     with History(world.root / "fresh") as history:
         history.begin()
         entries = [entry_of(digest, *facts) for digest, facts in world.model.items()]
-        nights.record_run(history, entries, nights.Budget(), visits)
+        nights.record_run(history, entries, nights.Budget(), visits, last_repairs(world))
         found = history.query(sql)
         history.commit()
     shutil.rmtree(world.root / "fresh")
@@ -272,11 +272,38 @@ def last_visits(world: World) -> dict[str, str]:
     return found
 
 
+def last_repairs(world: World) -> dict[str, list[str]]:
+    "Sensor whose last visit found a leak -> night of its last other visit, and of the visits that found leaks since."
+    found: dict[str, list[str]] = {}
+    for (sensor, night), outcome in sorted(world.visits.items(), key=lambda x: x[0][1]):
+        if outcome == "leak":
+            found.setdefault(sensor, [""]).append(night)
+        elif outcome != "no_access":
+            found[sensor] = [night]
+    return {sensor: visits for sensor, visits in found.items() if len(visits) > 1}
+
+
 def nightly(world: World, detector: Any, **more: Any) -> run.NightlyRun:
+    "A run that tells its list to a server that often fails; what arrives is in `told`."
+
+    def post(url: str, message: handover.Message) -> None:
+        with (world.root / "told").open("a") as f:
+            if random.Random(f.tell() + world.night).random() < 0.3:
+                raise handover.NotDelivered("HTTP 500")
+            f.write(f"{message.key} {message.sensor} {message.since}\n")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handover, "post", post)
+        patch.setattr(handover, "WAITS_S", (0.0, 0.0))
+        return _nightly(world, detector, **more)
+
+
+def _nightly(world: World, detector: Any, **more: Any) -> run.NightlyRun:
     return run.nightly(
         world.folder,
         detector,
         world.state,
+        notify="http://127.0.0.1/",
         visited=world.root / "visits.csv",
         audits=0,
         device="cpu",
