@@ -629,6 +629,13 @@ def build_answer(
             ),
             ("not labelled: ", s["unlabelled"] if counts["no_label"] else ""),  # with a command to paste
             ("labels: ", counts_text(people) if people else ""),
+            (
+                "",
+                f"{r.rows - people['by_people']:,} other recordings keep the label of their folder, name or table; with table "
+                "(--table) in place of labels (--labels) the data set has only those of the table"
+                if people and 0 < people["by_people"] < r.rows and len(s["label_names"]) > 2
+                else "",
+            ),
             ("changed to fit: ", format_counts(s["status_counts"])),
         )
         counted = f"{how_many(r.rows, 'row')} + {n_rejected:,} rejected = {how_many(r.found, 'file')} found"

@@ -11,7 +11,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import astuple, dataclass
 from datetime import date, datetime, timedelta
 from functools import partial
@@ -267,7 +267,7 @@ class History:
 
     def meta(self, name: str) -> str | None:
         "Return a stored value."
-        return dict(self.query("SELECT name, value FROM meta")).get(name)
+        return dict(self.query("SELECT name, value FROM meta WHERE name = ?", (name,))).get(name)
 
     def set_meta(self, name: str, value: str) -> None:
         "Store a value."
@@ -283,6 +283,19 @@ class History:
         new = [h for h in reversed(first.values()) if not self.query(known, (h.digest,))]
         self.write("INSERT INTO recordings VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", map(astuple, new))
         return new
+
+# %% ../../../nbs/extras/nightly/history.ipynb #nb000001
+def night_before(state: str | os.PathLike, sensor: str, night: str) -> str | None:
+    "Return the last night of a sensor up to a night, empty: none; None: the history cannot be read. It may be in use."
+    path = Path(os.path.abspath(state)) / HISTORY_FILE
+    sql = "SELECT max(night) FROM nights WHERE sensor = ? AND night <= ?"
+    try:
+        _check_file(path)
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as db:
+            db.execute("PRAGMA trusted_schema = OFF")
+            return db.execute(sql, (sensor, night)).fetchone()[0] or ""
+    except (sqlite3.Error, DataError, UnicodeError):
+        return None
 
 # %% ../../../nbs/extras/nightly/history.ipynb #f0310005
 _EXPORTED = {  # table -> its rows

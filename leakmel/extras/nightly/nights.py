@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import compress, groupby, islice
@@ -169,6 +169,14 @@ class Evidence:
         "[S] evidence of each sensor."
         return self.r.mean(axis=0)
 
+    def start(
+        self,
+        sensor: int,
+        nights: np.ndarray,  # [N, V], at most WINDOW
+    ) -> None:
+        "Compare the next nights of a sensor with nights [N, V] as well, which are no evidence themselves."
+        self.nights[sensor, :, WINDOW - len(nights) :] = above_hum(nights).T
+
     def add(
         self,
         x: np.ndarray,  # [S] logit of the night; NaN: no usable recording, nothing changes
@@ -237,12 +245,12 @@ def first_nights(
     n_sensors: int,
     n_places: int,  # without a leak, that the model was evaluated on
 ) -> str:
-    "Say from which night on a leak can be listed; empty from that night on."
+    "Say from which night on a leak can be listed; empty from that night on, of which kind it may be."
     first = first_listing(budget)
-    if nights >= first:
-        return ""
     # a p-value of 0.05 needs so many places
     start = MIN_NIGHTS if n_places >= 19 else max(MIN_NIGHTS, math.ceil(budget.nights_at_start / n_sensors))
+    if nights >= (first if n_sensors < 3 else min(first, start)):
+        return ""
     later = nights_to_list(budget)
     older = f"one that is older than the recordings from night {start} on"
     if n_sensors < 3:
@@ -457,21 +465,49 @@ def _visits_of(file: Path, text: str) -> Iterator[Visit]:
         yield Visit(**told | {"sensor": text_key(row["sensor"]), "night": night, "outcome": outcome})
 
 
+def _in_order(one: Visit, other: Visit) -> list[Visit]:
+    "Sort visits by the times of their entries, if both have one; else they stay in this order."
+    visits = [one, other]
+    with suppress(ValueError, TypeError):  # no time, or only one of them has a zone
+        visits.sort(key=lambda v: datetime.fromisoformat(v.when))
+    return visits
+
+
 def read_all_visits(*files: Path) -> list[Visit]:
     """Read CSV files of visits with the columns sensor and night, and the others of `Visit` if they have them; raises DataError.
 
-    A row corrects an earlier one of the same sensor and night, also of an earlier file, and keeps its reason: the list may have changed since.
+    Of two rows of the same sensor and night the one that was entered later counts (`when`); without times a row corrects an earlier one, also of
+    an earlier file. The reason stays that of the first: the list may have changed since.
     """
     visits: dict[tuple[str, str], Visit] = {}
     for visit in (v for file in files for v in _visits_of(file, read_text(file))):
         key = (visit.sensor, visit.night)
-        visits[key] = replace(visit, reason=visits.get(key, visit).reason or visit.reason)
+        first, last = _in_order(visits.get(key, visit), visit)
+        visits[key] = replace(last, reason=first.reason or last.reason)
     return list(visits.values())
 
 
 def last_visits(visits: Iterable[Visit]) -> dict[str, str]:
     "Return the night of the last visit to each sensor, without visits that had no access."
     return {v.sensor: v.night for v in sorted(visits, key=lambda v: v.night) if v.outcome != "no_access"}
+
+
+_MOST_LEAKS = 20  # visits in a row that found a leak
+
+
+def repaired(visits: Iterable[Visit]) -> dict[str, list[str]]:
+    """Return the sensors whose last visit found a leak, with the nights of the visits that matter for the check of its repair.
+
+    That are the last visit with another outcome ("": none), from which on nights are comparable, and those behind it, which found leaks.
+    """
+    found: dict[str, list[str]] = {}
+    for v in sorted(visits, key=lambda v: v.night):
+        if v.outcome == "leak":
+            first, *leaks = found.get(v.sensor, [""])
+            found[v.sensor] = [first, *leaks[1 - _MOST_LEAKS :], v.night]
+        elif v.outcome != "no_access":
+            found[v.sensor] = [v.night]
+    return {sensor: nights for sensor, nights in found.items() if len(nights) > 1}
 
 
 _BY_MARK = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}  # encodings that write no mark
@@ -529,15 +565,15 @@ def add_visit(file: Path, visit: Visit) -> int:  # visits in the table
 
 
 def compared_nights(
-    history: History, sensor: str, after: str, until: str = "9999-12-31"
+    history: History, sensor: str, after: str, until: str = "9999-12-31", most: int = WINDOW
 ) -> tuple[list[str], np.ndarray]:
-    """Return the last nights of a sensor with usable recordings, at most WINDOW, and what is compared of them [N, V].
+    """Return the last nights of a sensor with usable recordings, at most a number of them, and what is compared of them [N, V].
 
     That is the logit of the score, or without a model the steady level of each band in bels.
     """
     rows = history.query(
         "SELECT night, score FROM nights WHERE sensor = ? AND night <= ? AND night > ? AND score IS NOT NULL ORDER BY night DESC LIMIT ?",
-        (sensor, until, after, WINDOW),
+        (sensor, until, after, most),
     )[::-1]
     if not rows or stored_spec(history) is None:
         return [night for night, _ in rows], night_logit(np.array([score for _, score in rows]))[:, None]
@@ -549,6 +585,41 @@ def compared_nights(
         night: steady_bels([x for _, x in of_night]) for night, of_night in groupby(own, itemgetter(0))
     }
     return [*by_night], np.array([*by_night.values()])
+
+
+_SEARCHED = 3 * WINDOW  # nights before a visit: some crews come weeks after the list
+_HEARD = 100.0  # Bayes factor of a rise: the sensor heard the leak
+
+
+def nights_since_visit(
+    history: History,
+    sensor: str,
+    restarts: Sequence[str],  # night of its last visit, or those of `repaired`; "": none
+    until: str = "9999-12-31",
+) -> tuple[list[str], np.ndarray, int]:
+    """Return the last nights of a sensor since its last visit, at most WINDOW, and what is compared of them [N, V], as of `compared_nights`.
+
+    If the visit found a leak, its nights without the leak come before them: those before the most probable rise that ended with the visit. The
+    third value is their number; it is 0 with fewer than MIN_NIGHTS of them, or without a clear rise.
+    """
+    own, new = compared_nights(history, sensor, restarts[-1], until)
+    after, *leaks = restarts
+    quiet: list[str] = []
+    values = np.empty((0, 0))
+    for night in leaks if len(own) < WINDOW else ():
+        more, levels = compared_nights(history, sensor, after, night, _SEARCHED)
+        both = np.concatenate([values, levels]) if more and quiet else levels
+        first = start_of_rise(above_hum(both), _HEARD) if len(both) > 1 else 0
+        # without a clear rise since the leak before, its quiet nights are compared
+        if first >= MIN_NIGHTS:
+            quiet = [*quiet, *more][:first]
+            values = both[:first]
+        after = night
+    n_quiet = min(len(quiet), WINDOW - len(own))
+    if not n_quiet:
+        return own, new, 0
+    both = np.concatenate([values, new]) if len(new) else values
+    return [*quiet, *own][-WINDOW:], both[-WINDOW:], n_quiet
 
 
 def recordings_of_visit(history: History, visit: Visit, after: str) -> list[tuple[str, str, str]]:
@@ -713,21 +784,46 @@ def all_sensors(history: History) -> list[str]:
     return [sensor for (sensor,) in history.query(sql)]
 
 
-def _write_visits(history: History, visits: Mapping[str, str] | None) -> tuple[dict[str, str], list[str]]:
-    "Write visits as of `record_run`; return all of the history, and the sensors whose visit changed."
-    stored = dict(history.query("SELECT sensor, night FROM visits"))
-    visited = stored if visits is None else dict(visits)
-    history.write("DELETE FROM visits WHERE sensor = ?", [(s,) for s in stored.keys() - visited.keys()])
-    history.write("INSERT OR REPLACE INTO visits VALUES (?, ?)", sorted(visited.items() - stored.items()))
-    return visited, [s for s, _ in visited.items() ^ stored.items()]
+_REPAIR = "repair of "  # a sensor: name of a stored value, the nights of `repaired`
+
+
+def stored_visits(history: History) -> dict[str, list[str]]:
+    "Return the night of the last visit to each sensor, or the nights of `repaired`."
+    found = {s: [night] for s, night in history.query("SELECT sensor, night FROM visits")}
+    rows = history.query("SELECT name, value FROM meta WHERE name GLOB ?", (f"{_REPAIR}*",))
+    return found | {name.removeprefix(_REPAIR): text.split(",") for name, text in rows}
+
+
+def _write_visits(
+    history: History, visits: Mapping[str, str] | None, repairs: Mapping[str, list[str]]
+) -> tuple[dict[str, list[str]], list[str]]:
+    "Write visits as of `record_run`; return all of the history as of `stored_visits`, and the sensors whose visit changed."
+    stored = stored_visits(history)
+    if visits is None:
+        return stored, []
+    new = {s: repairs.get(s, [night]) for s, night in visits.items()}
+    changed = sorted(s for s in stored.keys() | new.keys() if stored.get(s) != new.get(s))
+    history.write("DELETE FROM visits WHERE sensor = ?", [(s,) for s in changed])
+    history.write("DELETE FROM meta WHERE name = ?", [(f"{_REPAIR}{s}",) for s in changed])
+    rows = [(s, new[s]) for s in changed if s in new]
+    history.write("INSERT INTO visits VALUES (?, ?)", [(s, nights[-1]) for s, nights in rows])
+    for s, nights in rows:
+        if len(nights) > 1:
+            history.set_meta(f"{_REPAIR}{s}", ",".join(nights))
+    return new, changed
 
 
 def record_run(
-    history: History, entries: Sequence[HistoryEntry], budget: Budget, visits: Mapping[str, str] | None = None
+    history: History,
+    entries: Sequence[HistoryEntry],
+    budget: Budget,
+    visits: Mapping[str, str] | None = None,
+    repairs: Mapping[str, list[str]] | None = None,
 ) -> list[HistoryEntry]:
     """Add recordings and visits (sensor -> night of the last one) to the history, in a transaction; returns the recordings that are new.
 
-    A visit that the history has and `visits` lacks is removed; None: visits stay as they are.
+    A visit that the history has and `visits` lacks is removed; None: visits stay as they are. `repairs` are those of `repaired`: the nights after
+    them are compared with the nights before the leak.
     The evidence of the sensors is computed again from the first changed night on.
     """
     new = history.add_recordings(entries)
@@ -737,7 +833,7 @@ def record_run(
         changed += _compare_sensors(history, {h.night for h in new})
     # sensor -> first changed night
     since = dict(sorted(changed, key=itemgetter(1), reverse=True))
-    visited, restarted = _write_visits(history, visits)
+    restarts, restarted = _write_visits(history, visits, repairs or {})
     since |= dict.fromkeys(restarted, "")
     limit = f"{budget.per_100_nights!r}; evidence {_EVIDENCE}"
     if history.meta("budget") != limit:  # the first night above the limit is another one
@@ -753,10 +849,11 @@ def record_run(
             "SELECT night, first_above, n, mean, m2, r0, r1, r2 FROM nights WHERE sensor = ? AND night < ? ORDER BY night DESC LIMIT 1",
             (sensor, since[sensor]),
         )
-        if before and before[0][0] > visited.get(sensor, ""):
+        if before and before[0][0] > restarts.get(sensor, [""])[-1]:
             _, first_above[k], evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k] = before[0]
-            nights, compared = compared_nights(history, sensor, visited.get(sensor, ""), before[0][0])
-            evidence.nights[k, :, WINDOW - len(nights) :] = above_hum(compared).T
+            evidence.start(
+                k, nights_since_visit(history, sensor, restarts.get(sensor, [""]), before[0][0])[1]
+            )
         rows = history.query(
             "SELECT night, score, rms_db, floor_db, flags, bands FROM recordings WHERE sensor = ? AND night >= ? ORDER BY night, digest",
             (sensor, since[sensor]),
@@ -767,9 +864,13 @@ def record_run(
         x = np.full(len(sensors), np.nan)
         values = np.full((len(sensors), n_values), np.nan)
         for k, ((_, _, score, *_), compared) in of_night.items():
-            if score is not None and night > visited.get(sensors[k], ""):
+            since_visit = restarts.get(sensors[k], [""])
+            if score is not None and night > since_visit[-1]:
                 x[k] = night_logit(score)
                 values[k] = above_hum(compared)
+                if len(since_visit) > 1 and not evidence.n[k]:
+                    quiet = nights_since_visit(history, sensors[k], since_visit, since_visit[-1])
+                    evidence.start(k, quiet[1])
         evidence.add(x, None if spec is None else values)
         written = []
         for k, (night_row, _) in of_night.items():
@@ -826,6 +927,7 @@ class SensorRow:
     loudest: str  # recording with the highest level of the last seven nights
     loudest_db: float | None  # its level, dB re full scale
     leak_score: int = 0  # 0 to 100: by the score or the evidence, whichever says more
+    repair: str = ""  # what the nights since the visit say, if it found a leak, in the first WINDOW of them and while the sensor is listed
 
 
 SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
@@ -851,23 +953,23 @@ def standing(
 _Rise = tuple[str, float, float]  # first night, median scores before it and from there on
 
 
-def _rise_of(own: Sequence[tuple]) -> _Rise | None:
-    "Find the most probable rise in the nights since the last visit; None without usable nights in the last month."
-    used = [(row[0], row[5]) for row in own if row[5] is not None][-max(1, int(own[-1][4])) :]
-    if not used:
+def _rise_of(history: History, sensor: str, restarts: Sequence[str], since: str) -> _Rise | None:
+    "Find the most probable rise in the nights of `nights_since_visit`; None if none of them is later than a night."
+    nights, logits, _ = nights_since_visit(history, sensor, restarts)
+    if not nights or nights[-1] < since:
         return None
-    scores = np.array([score for _, score in used])
-    k = start_of_rise(night_logit(scores)) if len(used) > 1 else 0
-    return used[k][0], float(np.median(scores[:k] if k else scores)), float(np.median(scores[k:]))
+    scores = 1 / (1 + np.exp(-logits[:, 0]))
+    k = start_of_rise(logits) if len(nights) > 1 else 0
+    return nights[k], float(np.median(scores[:k] if k else scores)), float(np.median(scores[k:]))
 
 
 _NightGains = tuple[str, np.ndarray]  # first night of a rise, and dB above the nights before it [N, V]
 _LEAST_EXCESS = 3.0  # dB that are worth a word
 
 
-def _steady_rise(history: History, sensor: str, after: str) -> _NightGains | None:
-    "Find the most probable rise of the steady noise of a sensor in the last nights after a visit; None with fewer than two."
-    nights, bels = compared_nights(history, sensor, after)
+def _steady_rise(history: History, sensor: str, restarts: Sequence[str]) -> _NightGains | None:
+    "Find the most probable rise of the steady noise of a sensor in the nights of `nights_since_visit`; None with fewer than two."
+    nights, bels, _ = nights_since_visit(history, sensor, restarts)
     k = start_of_rise(above_hum(bels)) if len(nights) > 1 else 0
     return (nights[k], 10 * (bels[k:] - np.median(bels[:k], axis=0))) if k else None
 
@@ -899,22 +1001,67 @@ def steady_noise(
     return f"Steady noise at {hz}, {gains[k]:.0f} dB above the nights before{more}, {often} since {rise[0]}"
 
 
+_CHECKED = 7  # nights since a repair, at least, until a sensor is said to be quiet
+# times the number of nights, which the mean of the evidence of normal nights does not exceed
+_UNCLEAR = 2.0
+_NOT_CHECKED = f"repair not checked: no clear rise after {MIN_NIGHTS} quiet nights is known"
+
+
+def repair_text(
+    nights: Sequence[str],  # as of `nights_since_visit`
+    values: np.ndarray,
+    n_quiet: int,
+    first_above: str | None,  # night on which the sensor was listed
+    evidence: float,
+    budget: Budget,
+) -> str:
+    "Say what the nights since a visit that found a leak show; where the sensor is listed, nights and values are those until then."
+    n = len(nights) - n_quiet
+    if first_above:
+        # a leak that is not loud may begin to show on the second or third night
+        k = start_of_rise(above_hum(values)) if n_quiet else WINDOW
+        if k <= n_quiet + RECENT_NIGHTS:
+            return "still loud since the repair: second leak or other source"
+        return f"quiet for {how_many(k - n_quiet, 'night')} after the repair" * bool(n_quiet)
+    if not n_quiet:
+        return _NOT_CHECKED
+    if evidence >= budget.limit / 10:
+        return "louder since the repair, not enough evidence yet"
+    needed = max(_CHECKED, int(nights_to_list(budget)[n_quiet - 1]))
+    if n < needed:
+        return f"too early to check the repair: {n} of {how_many(needed, 'night')}"
+    found = "quiet" if evidence < _UNCLEAR * n else "not clear yet"
+    return f"{found} since the repair ({how_many(n, 'night')})"
+
+
+def _repair_of(history: History, sensor: str, restarts: Sequence[str], own: tuple, budget: Budget) -> str:
+    "Return the text of `repair_text` for a sensor, by its last night; empty if its last visit found no leak."
+    n, _, first, evidence = own[4:]
+    if len(restarts) < 2 or (n >= WINDOW and not first):
+        return ""
+    found = nights_since_visit(history, sensor, restarts, first or own[0])
+    return repair_text(*found, first, evidence, budget)
+
+
 def _reason(
-    visit: str, own: Sequence[tuple], budget: Budget, p: float, rise: _Rise | None, noise: str
+    visit: str, own: Sequence[tuple], budget: Budget, p: float, rise: _Rise | None, noise: str, repair: str
 ) -> str:
     "Say in a sentence why a sensor is on the list or not; `noise` is that of `steady_noise`, empty with a model."
     n, score, first, evidence = own[-1][4:]
+    checked = f"{repair[:1].upper()}{repair[1:]}. " * bool(repair)
     when = f" on {rise[0]}, from {rise[1]:.2f} to {rise[2]:.2f}" if rise else ""
     size = f"evidence {evidence:,.0f} with a limit of {budget.limit:,.0f}"
     if visit == "evidence":
         back = " It has fallen below the limit since." if evidence < budget.limit else ""
-        return f"{noise or f'Scores rose{when}'}: {size}; on the list since {first}.{back}"
+        return f"{checked}{noise or f'Scores rose{when}'}: {size}; on the list since {first}.{back}"
     if visit == "high from the start":
         others = f"than {100 * (1 - p):.0f} % of the places without a leak that the model was evaluated on"
         already = "The first nights already had higher scores"
         return f"{noise}{'. ' * bool(noise)}{already} {others if p <= 0.05 else 'than all other sensors, by far'}."
     text = "Chosen at random: shows what the list misses. " if visit == "audit" else ""
-    text += f"{noise}. " * bool(noise)
+    text += f"{noise}. " * bool(noise) + checked
+    if repair not in ("", _NOT_CHECKED):
+        return text.strip()
     found = standing(n, evidence, budget)
     if found == RISING:
         return f"{text}{'This may be a rise' if noise else f'Scores may have risen{when}'}: {size}."
@@ -1006,21 +1153,24 @@ def sensor_table(
     visits |= dict.fromkeys(free[:audits], "audit")
     best = _best_recordings(history, week, "score")
     loudest = _best_recordings(history, week, "rms_db")
-    noise = _NoiseTexts(history, last)
+    restarts = stored_visits(history)
+    noise = _NoiseTexts(history, last, restarts)
     rows = []
     for s, own in by_sensor.items():
         visit, health = visits.get(s, ""), sensor_health(own, last)
         rises = visit == "evidence" or own[-1][7] >= budget.limit / 10
-        rise = _rise_of(own) if rises and noise.spec is None else None
+        since_visit = restarts.get(s, [""])
+        rise = _rise_of(history, s, since_visit, own[0][0]) if rises and noise.spec is None else None
+        repair = _repair_of(history, s, since_visit, own[-1], budget)
         text, trend = noise.of(s, rises)
         if rise is not None:
             trend = round(float(night_logit(rise[2]) - night_logit(rise[1])), 3)
-        reason = _reason(visit, own, budget, p_values.get(s, 1.0), rise, text)
+        reason = _reason(visit, own, budget, p_values.get(s, 1.0), rise, text, repair)
         if visit == "evidence" and "level moved" in health:
             reason += " Its level moved in the same nights: check gain and coupling of the logger first."
         found = _row(s, own, visit, reason, health, trend, best.get(s, _NONE), loudest.get(s, _NONE))
         share = found.evidence / (found.evidence + budget.limit / 10)
-        rows.append(replace(found, leak_score=round(100 * max(found.score or 0.0, share))))
+        rows.append(replace(found, leak_score=round(100 * max(found.score or 0.0, share)), repair=repair))
     places = {"evidence": 0, "high from the start": 1, "audit": 2, "": 3}
     rows.sort(key=lambda r: (places[r.visit], -r.evidence, -(r.score or 0.0), r.sensor))
     return [replace(r, rank=k) for k, r in enumerate(rows, 1)]
@@ -1029,13 +1179,13 @@ def sensor_table(
 class _NoiseTexts:
     "What is said of the steady noise of sensors; nothing with a model."
 
-    def __init__(self, history: History, last: str):
+    def __init__(self, history: History, last: str, restarts: Mapping[str, Sequence[str]]):
         self.history = history
+        self.restarts = restarts
         self.spec = stored_spec(history)
         self.over: dict[str, np.ndarray] = {}  # dB above the other sensors in the last night, by sensor
         if self.spec is None:
             return
-        self.visited = dict(history.query("SELECT sensor, night FROM visits"))
         bels = _bels_of_night(history, last)
         self.few = len(bels) < 3
         everyone = np.array([*bels.values()])
@@ -1048,7 +1198,7 @@ class _NoiseTexts:
         "Return the text on a sensor, and the size of its rise in dB if it may have one."
         if self.spec is None:
             return "", 0.0
-        rise = _steady_rise(self.history, sensor, self.visited.get(sensor, "")) if rises else None
+        rise = _steady_rise(self.history, sensor, self.restarts.get(sensor, [""])) if rises else None
         if rise is None and self.few:
             return "Fewer than 3 sensors in the last night: not compared with others", 0.0
         size = 0.0 if rise is None else float(np.median(rise[1], axis=0).max())

@@ -15,7 +15,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta
@@ -43,14 +43,14 @@ from leakmel.core.files import replacing
 from leakmel.core.parameters import answer_unknown
 from leakmel.core.store import Folder
 from leakmel.dataset.schema import Rejected
-from leakmel.detector.data.segments import Task
 from leakmel.detector.model.card import evaluation_result, evaluation_text
 from leakmel.detector.model.detector import Detector, required_spec, to_plain
 from leakmel.detector.model.files import require_kind, require_result
 from leakmel.detector.predict.predict import ScoredRecording, detector_of, predict
 from leakmel.detector.predict.scoring import RecordingList, find_recordings
 from leakmel.extras.nightly import nights
-from leakmel.extras.nightly.history import History, HistoryEntry, night_of
+from leakmel.extras.nightly.handover import Delivery, Place, check_address, deliver, geojson
+from leakmel.extras.nightly.history import History, HistoryEntry, night_before, night_of
 from leakmel.mel.engines import open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.pages.page_figures import filled, playback, png_bytes
@@ -98,6 +98,7 @@ class _Files:
     entries: list[HistoryEntry] = field(default_factory=list)  # recordings that were read
     rows: list[tuple] = field(default_factory=list)  # of the table `files`, of what was read
     n_from_file: int = 0  # recordings that were read, whose time is that of the file
+    is_first: bool = True  # the history has no night
 
 
 def _by_path(found: RecordingList) -> dict[bytes, _File]:
@@ -144,6 +145,7 @@ _PASTED = {"{**}/{sensor}/{*}": b"/", "{sensor}_{*}": b"_", "{sensor}": b""}  # 
 def _sort_files(history: History, files: _Files) -> None:
     "Find the files that are not known."
     files.stored = stored_files(history, files.found)
+    files.is_first = not history.last_night()
     for path, (*state, name) in files.found.items():
         *known, digest, problem = files.stored.get(path, ("", ""))
         if known == state and problem:
@@ -315,6 +317,9 @@ class NightlyRun:
     places: int = 0  # without a leak, that the model was evaluated on
     results: Mapping[str, Any] = field(default_factory=dict)  # of visits, as of `nights.visit_results`
     visit_tables: tuple[str, ...] = ()  # that were read; a later one corrects those before it
+    is_first: bool = True  # the history had no night before
+    site_outlook: str = ""  # what a detector of this site would give, by the labels of visits
+    messages: Delivery | None = None  # what was sent; None: nothing was to be
 
     @property
     def last_night(self) -> str:
@@ -329,7 +334,7 @@ class NightlyRun:
     @property
     def high_scores(self) -> str:
         "Name the sensors whose last score is at least 0.5, without enough evidence for a visit; empty: none."
-        high = (r for r in self.sensors if r.visit not in LISTED and (r.score or 0.0) >= 0.5)
+        high = (r for r in self.sensors if r.visit not in LISTED and not r.repair and (r.score or 0) >= 0.5)
         found: dict[str, list[str]] = {nights.RISING: [], nights.TOO_FEW: [], nights.NO_RISE: []}
         for r in sorted(high, key=lambda r: -(r.score or 0.0)):
             shown = r.leak_score if self.model == nights.WITHOUT_MODEL else f"{r.score:.2f}"
@@ -349,9 +354,14 @@ class NightlyRun:
 
     @property
     def first_nights(self) -> str:
-        "Say in the first nights from which night on a leak can be listed; empty later."
+        "Say in the first nights from which night on a leak can be listed; empty from that night on."
         most = max((r.nights for r in self.sensors), default=0)
         return nights.first_nights(self.budget, most, len(self.sensors), self.places) if most else ""
+
+    @property
+    def repairs(self) -> dict[str, str]:
+        "What the nights since a visit that found a leak say, by sensor."
+        return {r.sensor: r.repair for r in self.sensors if r.repair}
 
     @property
     def headline(self) -> str:
@@ -419,7 +429,10 @@ class NightlyRun:
             "audits": sum(r.visit == "audit" for r in self.sensors),
             "not_healthy": sum(r.health != "ok" for r in self.sensors),
             "visits": [asdict(r) for r in self.sensors if r.visit],
+            "repairs": self.repairs,
             "visit_tables": list(self.visit_tables),
+            "site_outlook": self.site_outlook,
+            "messages": None if self.messages is None else asdict(self.messages),
             "seconds": self.seconds,
         }
 
@@ -428,6 +441,10 @@ class NightlyRun:
         c = self.counts
         codes = Counter(r.code for r in self.rejected).most_common()
         first = {r.code: show_path(r.path) for r in reversed(self.rejected)}
+        repairs = [f"{sensor} {text}" for sensor, text in [*self.repairs.items()][:MAX_NAMED]]
+        start = self.first_nights
+        if start and not self.is_first:  # the first answer, and the page, explain it
+            start = f"{start.partition(':')[0]}: no leak can be listed yet"
         ill = dict[str, list[str]]()  # what is wrong -> sensors
         for r in self.sensors:
             for what in r.health.split("; ") if r.health != "ok" else ():
@@ -436,7 +453,9 @@ class NightlyRun:
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
-                *(f"  {text}" for text in (self.common_rise, self.high_scores, self.first_nights) if text),
+                *(f"  {text}" for text in (self.common_rise, self.high_scores, start) if text),
+                *[f"  repairs: {'; '.join(repairs)}{' ...' * (len(self.repairs) > MAX_NAMED)}"]
+                * bool(repairs),
                 f"  visits, each with its reason: {show_path(self.state / VISITS_HTML)}",
                 *(
                     f"  {r.rank:>3}  {r.sensor}  {r.visit}  leak score {r.leak_score}  {r.reason}"
@@ -453,9 +472,10 @@ class NightlyRun:
                 *(f"  {text}" for text in self.warnings),
                 f"  detector: {self.evaluation}",
                 f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
-                *[f"  {self.visit_results}"] * bool(self.visit_results),
+                *(f"  {text}" for text in (self.visit_results, self.site_outlook) if text),
                 *[f"  visits read from {', corrected by '.join(self.visit_tables)}"]
                 * bool(self.visit_tables),
+                *[f"  {self.messages}"] * (self.messages is not None),
                 f"  tables in {show_path(self.state)}",
             ]
         )
@@ -503,10 +523,6 @@ def evidence_points(
     return list(zip(np.linspace(4, 164, len(y)).round(1).tolist(), y, strict=True)), limit_y
 
 # %% ../../../nbs/extras/nightly/run.ipynb #266c008e
-# longitude and latitude in degrees, or east and north coordinates; whether they are degrees
-Place = tuple[float, float, bool]
-
-
 def place_of(columns: Mapping[str, str]) -> Place | None:  # None: no coordinates, or no numbers
     "Read coordinates from further columns of a table: lat and lon, or x and y."
     values = {name.strip().lower(): text for name, text in columns.items()}
@@ -598,6 +614,12 @@ are independent and their scores normally distributed; similar nights in a row r
 {%- if done.visit_results %}
 <p class='facts'>{{ done.visit_results }}</p>
 {%- endif %}
+{%- if done.site_outlook %}
+<p class='facts'>{{ done.site_outlook }}</p>
+{%- endif %}
+{%- if done.repairs %}
+<p class='facts'>Repairs: {% for sensor, text in done.repairs.items() %}{{ sensor }} {{ text }}{{ '; ' if not loop.last }}{% endfor %}</p>
+{%- endif %}
 <p class='facts'>After a visit: <code>leakmel visited {{ quoted(listed[0].sensor if listed else 'SENSOR') }} {{ done.last_night }} leak --state DIR</code>
 (or no_leak, not_found, no_access; the night is the last one before the visit)</p>
 {%- if listed %}
@@ -640,7 +662,8 @@ are independent and their scores normally distributed; similar nights in a row r
 <div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>rise</th>
 <th class='n'>leak score</th><th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
 </thead><tbody>{%- for r in done.sensors[:most] %}
-<tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }}</td><td>{{ health(r.health) }}</td>
+<tr><td class='n'>{{ r.rank }}</td><td><span class='sensor'>{{ r.sensor }}</span></td><td>{{ badge(r.visit) }} {{ r.repair }}</td>
+<td>{{ health(r.health) }}</td>
 <td class='n'>{{ evidence(r.evidence) }}</td><td class='n'>{{ '{:+.1f}'.format(r.trend) if r.trend }}</td>
 <td class='n'>{{ r.leak_score }}</td><td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td>
 <td class='n'>{{ '' if r.loudest_db is none else '{:.0f}'.format(r.loudest_db) }}</td><td class='n'>{{ r.nights }}</td><td>{{ r.last_night }}</td></tr>
@@ -751,7 +774,7 @@ def drift_plot(done: "NightlyRun") -> Any:  # go.Figure
 
 # %% ../../../nbs/extras/nightly/run.ipynb #0fe27017
 VISITS_CSV = "visits.csv"  # of `record_visit`, which a person may edit
-VISIT_LABELS_CSV = "visit_labels.csv"
+VISIT_LABELS_CSV, VISITS_GEOJSON = "visit_labels.csv", "visits.geojson"
 
 
 def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; raises OutputError
@@ -764,15 +787,16 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
             path=target,
         )
     kind = "table of a nightly run"
-    require_kind(target / SENSORS_CSV, kind, lambda file: has_columns(file, nights.SENSOR_COLUMNS))
+    require_kind(target / SENSORS_CSV, kind, lambda file: has_columns(file, nights.SENSOR_COLUMNS[:15]))
     require_kind(target / VISIT_LABELS_CSV, "table of labels", lambda file: has_columns(file, LABELS_COLUMNS))
     require_result(target / SENSORS_JSON, kind, f'{{"format": "{FORMAT}"'.encode())
     require_result(target / VISITS_HTML, kind, PAGE_BEGINS.encode())
+    require_result(target / VISITS_GEOJSON, kind, b'{"type": "FeatureCollection"')
     return target
 
 
-def write_tables(done: NightlyRun, page: str, labels: str) -> None:
-    "Write sensors.csv, sensors.json, visits.html and, with visits, visit_labels.csv; raises OutputError, SpaceError."
+def write_tables(done: NightlyRun, page: str, labels: str, places: Mapping[str, Place]) -> None:
+    "Write sensors.csv, sensors.json, visits.html, with visits visit_labels.csv, with longitudes visits.geojson; raises OutputError, SpaceError."
     texts = {
         SENSORS_CSV: done.table.to_csv(index=False),
         SENSORS_JSON: json.dumps(done.body, ensure_ascii=True) + "\n",
@@ -780,6 +804,8 @@ def write_tables(done: NightlyRun, page: str, labels: str) -> None:
     }
     if labels:
         texts[VISIT_LABELS_CSV] = labels
+    if any(is_degrees for *_, is_degrees in places.values()):
+        texts[VISITS_GEOJSON] = json.dumps(geojson(done.sensors, places)) + "\n"
     with ExitStack() as stack:
         for name, text in texts.items():
             new = stack.enter_context(replacing(done.state / name))
@@ -888,8 +914,10 @@ def nightly(
     # false visits per 100 sensor-nights, 0.000001 to 10; for nights of a sensor that are independent, with normally distributed scores
     budget: float = 0.2,
     audits: int = 2,  # random visits per night
+    # URL of a webhook, or mailto:ADDRESS, that gets a message for each sensor that is new on the list
+    notify: str | None = None,
     # CSV file of visits with the columns sensor and night: these sensors start again. It is read together with visits.csv of the state folder, and
-    # corrects it
+    # corrects it: of two rows of a sensor and night the one counts that was entered later (column when), without these times that of this file
     visited: str | os.PathLike | None = None,
     # data set that the drift is measured against, for example the training set; with a model only
     reference: str | os.PathLike | None = None,
@@ -902,6 +930,8 @@ def nightly(
     began = time.perf_counter()
     rule = nights.Budget(budget)
     require_count("audits", audits, 0, 1000)
+    if notify is not None:
+        check_address(notify)
     source = Folder(folder)
     target = _check_state(state, source.path)
     tables = _tables(target / VISITS_CSV, visited)
@@ -927,10 +957,13 @@ def nightly(
         if pattern:
             history.set_meta("pattern", pattern)
         used, notes = _sort_visits(history, files.entries, visits) if tables else ([], [])
-        added = nights.record_run(history, files.entries, rule, nights.last_visits(used) if tables else None)
+        added = nights.record_run(
+            history, files.entries, rule, nights.last_visits(used) if tables else None, nights.repaired(used)
+        )
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
         nights.keep_reference(history, detector, reference)
         history.commit()
+        labelled = [*labelled_recordings(history, used)]
         normal = nights.normal_medians(detector)
         rows = nights.sensor_table(history, rule, normal=normal, audits=audits)
         done = NightlyRun(
@@ -949,11 +982,14 @@ def nightly(
             results=nights.visit_results(used, history.query(_USABLE)[0][0]),
             notes=(*_notes(files, pattern), *notes),
             visit_tables=tuple(map(show_path, tables)),
+            is_first=files.is_first,
+            site_outlook=site_outlook(history, labelled),
         )
-        page = visits_page(done, _clips(done, files.paths, spec), _places(rows, manifest))
-        task = detector.task if detector else None
-        write_tables(done, page, visit_labels(history, used, task) if tables else "")
-    return replace(done, seconds=time.perf_counter() - began)
+        places = _places(rows, manifest)
+        page = visits_page(done, _clips(done, files.paths, spec), places)
+        write_tables(done, page, visit_labels(labelled, detector) if tables else "", places)
+        messages = None if notify is None else deliver(notify, done.to_visit, target, places)
+    return replace(done, messages=messages, seconds=time.perf_counter() - began)
 
 
 def _tables(own: Path, visited: str | os.PathLike | None) -> list[Path]:
@@ -1032,28 +1068,77 @@ def _named(visits: Sequence[tuple[str, str]]) -> str:
     return ", ".join(f"{show_path(sensor)} ({night})" for sensor, night in visits[:5])
 
 # %% ../../../nbs/extras/nightly/run.ipynb #vi0000b2
-def visit_labels(history: History, visits: Sequence[nights.Visit], task: Task | None) -> str:
-    """Return the labels of recordings that follow from visits, as the content of a labels.csv.
+_Labelled = tuple[nights.Visit, str, str, str]  # path, digest and night of a recording that a visit labels
 
-    `leak` and `no_leak` label nights before the visit; the second only if the detector has one other label. Without a detector they are LEAK and NOLEAK.
-    """
-    leak, names = (task.leak_label, task.class_names) if task else (LABELS[0], LABELS)
-    others = [name for name in names if name != leak]
-    label_of = {"leak": leak} | ({"no_leak": others[0]} if len(others) == 1 else {})
-    text, before = io.StringIO(), dict[str, str]()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(LABELS_COLUMNS)
+
+def labelled_recordings(history: History, visits: Sequence[nights.Visit]) -> Iterator[_Labelled]:
+    "Yield the recordings of nights before visits with the outcomes leak and no_leak, by sensor and night."
+    before = dict[str, str]()
     for v in sorted(visits, key=lambda v: (v.sensor, v.night)):
         if v.outcome == "no_access":
             continue
         after = before.get(v.sensor, "")
         before[v.sensor] = v.night
+        if v.outcome in ("leak", "no_leak"):
+            yield from ((v, *found) for found in nights.recordings_of_visit(history, v, after))
+
+
+def visit_labels(labelled: Iterable[_Labelled], detector: Detector | None) -> str:
+    """Return the labels of recordings that follow from visits, as the content of a labels.csv.
+
+    `leak` and `no_leak` label nights before the visit; the second only if the detector has one other label. Without a detector they are LEAK and NOLEAK.
+    """
+    leak = detector.task.leak_label if detector else LABELS[0]
+    names = detector.task.class_names if detector else LABELS
+    others = [name for name in names if name != leak]
+    label_of = {"leak": leak} | ({"no_leak": others[0]} if len(others) == 1 else {})
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(LABELS_COLUMNS)
+    for v, path, digest, night in labelled:
         if v.outcome in label_of:
             when = v.when or f"{v.night}T12:00:00Z"
-            for path, digest, night in nights.recordings_of_visit(history, v, after):
-                note = f"visit after {v.night}, night {night}"
-                writer.writerow((path, digest, label_of[v.outcome], v.by or "visit", when, note))
+            note = f"visit after {v.night}, night {night}"
+            writer.writerow((path, digest, label_of[v.outcome], v.by or "visit", when, note))
     return text.getvalue()
+
+
+_MIN_VISITED = 5  # sensors of each label
+
+
+def site_outlook(history: History, labelled: Iterable[_Labelled]) -> str:
+    """Say what a detector of this site would give on sensors that it has not seen, by the labels of visits so far; empty without labels.
+
+    A logistic regression on the levels that the history stores, out-of-fold by sensor.
+    """
+    sql = "SELECT score, floor_db, bands FROM recordings WHERE digest = ? AND bands != ''"
+    found = [(v, row) for v, _, digest, _ in labelled for row in history.query(sql, (digest,))]
+    truth = np.array([v.outcome == "leak" for v, _ in found], bool)
+    sensors = np.array([v.sensor for v, _ in found], str)
+    n_leak, n_other = (len({*sensors[own]}) for own in (truth, ~truth))
+    said = f"Labels of visits: {how_many(n_leak, 'sensor')} with a leak, {n_other:,} without"
+    if min(n_leak, n_other) < _MIN_VISITED:
+        more = f"from {_MIN_VISITED} of each on this line says what a detector of this site would give"
+        return f"{said}; {more}" if found else ""
+    from leakmel.detector.metrics.significance import Bootstrap, encode_groups, score_model
+    from leakmel.detector.model.spectral import fold_baselines
+    from leakmel.detector.train.folds import make_folds
+
+    levels = np.array([[floor, *map(float, bands.split())] for _, (_, floor, bands) in found])
+    groups = encode_groups("sensor", sensors)
+    fold = make_folds(truth.astype(int), groups.code, 5)
+    score = np.empty(len(truth))
+    for k in np.unique(fold):
+        given = (np.flatnonzero(fold != k), np.flatnonzero(fold == k))
+        score[fold == k] = fold_baselines({"mean_mels": levels}, truth, *given)["mean_mels"]
+    boot = Bootstrap(truth, groups)
+    of_list = np.array([row[0] for _, row in found])
+    own, listed = (score_model(boot, x, name="", title="") for x in (score, of_list))
+    auc = f"{own.figures['auc']:.2f}{own.intervals['auc'].in_brackets('.2f')}"
+    return (
+        f"{said}. A detector of this site, fitted on levels, would have an AUC of {auc} on sensors that it has not seen; the scores of the list "
+        f"have {listed.figures['auc']:.2f}"
+    )
 
 
 def _last_list(state: Path) -> tuple[dict[str, str], str]:
@@ -1091,7 +1176,9 @@ def record_visit(
     by: str = "",  # the person
     note: str = "",
     table: str | os.PathLike | None = None,  # CSV file; None: visits.csv in the state folder
-) -> tuple[nights.Visit, Path, int]:  # the row, the table, and its visits; raises LeakmelError
+) -> tuple[
+    nights.Visit, Path, int, str
+]:  # the row, the table, its visits, and a warning or ""; raises LeakmelError
     "Write a visit into the table of visits."
     reasons, last_night = _last_list(Path(state))
     known = {text_key(name): name for name in reasons}
@@ -1116,6 +1203,16 @@ def record_visit(
         )
     require_choice("outcome", outcome, nights.OUTCOMES)
     name = known[text_key(sensor)]
+    before = night_before(state, name, day)
+    if before == "":
+        raise UsageError(
+            "the sensor has no recording up to the night of the visit, so the visit would change nothing",
+            code="invalid-visits",
+            found=f"{show_path(name)}, night {day}",
+            expected=f"the last night before the visit, for example {last_night}",
+        )
+    # None: the history cannot be read now; the next run reads it
+    warning = "" if before in (None, day) else f"no recording of this night yet, the last one is of {before}"
     own = Path(state) / VISITS_CSV
     file = own if table is None else Path(table)
     tables = [path for path in (own, file) if path.exists()]
@@ -1129,4 +1226,4 @@ def record_visit(
         reason=told.get((text_key(name), day)) or reasons[name] or nights.NOT_LISTED,
         note=note,
     )
-    return visit, file, nights.add_visit(file, visit)
+    return visit, file, nights.add_visit(file, visit), warning
