@@ -241,7 +241,6 @@ TABLES = {
         "no-times": "No recording has a possible start time in its name or in the table.",
         "other-model": "The state folder of a nightly run belongs to another model, or to runs without one.",
         "wrong-address": "Messages of a nightly run cannot be sent to this address.",
-        "no-mail-server": "The environment names no mail server for the messages of a nightly run.",
         "damaged-list": "The list of delivered messages in the state folder is damaged.",
         "not-npz": "The name of the output does not end in .npz.",
         "invalid-embeddings": "The file does not hold embeddings, or is damaged.",

@@ -300,7 +300,7 @@ def mail_server(refuse: Callable[[str], bool] = lambda line: False) -> Iterator[
 
 
 def test_mail(tmp_path, monkeypatch):
-    with raises("no-mail-server"):
+    with raises("wrong-address"):
         check_address("mailto:crew@example.org")
     with mail_server() as (url, letters):
         monkeypatch.setenv("LEAKMEL_SMTP", url)

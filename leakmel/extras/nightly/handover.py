@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../../nbs/extras/nightly/handover.ipynb #ho000002
 import json
 import os
-import platform
 import re
 import smtplib
 import ssl
@@ -58,28 +57,24 @@ MOST_MESSAGES = 100  # of a run; the next one sends the others
 _ADDRESS = re.compile(r"[^@\s,<>]+@[^@\s,<>]+")
 
 
-def check_address(notify: str) -> None:
-    "Check where messages go: the URL of a webhook, or mailto: and addresses; raises UsageError."
+def check_address(notify: str | None) -> None:
+    "Check where messages go: the URL of a webhook, or mailto: and addresses; raises UsageError. None: nowhere."
+    if notify is None:
+        return
     url = _split(notify)
+    server = _split(os.environ.get(MAIL_SERVER, ""))
     if url.scheme == "mailto":
-        good = all(map(_ADDRESS.fullmatch, unquote(url.path).split(",")))
-        server = _split(os.environ.get(MAIL_SERVER, ""))
-        if good and not (server.scheme in ("smtp", "smtps") and server.hostname):
-            raise UsageError(
-                "messages by mail need a mail server",
-                code="no-mail-server",
-                found=f"environment variable {MAIL_SERVER}",
-                expected="smtps://USER:PASSWORD@HOST or smtp://HOST:PORT",
-                remedy=f"set {MAIL_SERVER} for this command, and {MAIL_SENDER} to the sender's address",
-            )
+        has_server = server.scheme in ("smtp", "smtps") and server.hostname
+        good = has_server and all(map(_ADDRESS.fullmatch, unquote(url.path).split(",")))
     else:
-        good = url.scheme in ("http", "https") and bool(url.hostname)
+        good = url.scheme in ("http", "https") and url.hostname
     if not good:
         raise UsageError(
             "messages cannot be sent there",
             code="wrong-address",
             found=f"notify {url.scheme or 'without a scheme'}",  # the rest may be a secret
-            expected="https://HOST/PATH of a webhook, or mailto:NAME@HOST",
+            expected="https://HOST/PATH of a webhook, or mailto:NAME@HOST and a mail server",
+            remedy=f"correct the address; for mail set {MAIL_SERVER} to smtps://USER:PASSWORD@HOST or smtp://HOST:PORT, and {MAIL_SENDER} to the sender",
         )
 
 
@@ -92,25 +87,15 @@ def _split(url: str) -> Any:  # a SplitResult
         return urlsplit("")
 
 # %% ../../../nbs/extras/nightly/handover.ipynb #ho000009
-@dataclass(frozen=True)
-class Message:
-    "A visit that is new on the list."
-
-    key: str  # 32 hexadecimal digits, the same in each attempt
-    sensor: str
-    since: str  # first night of the visit: YYYY-MM-DD
-    body: Mapping[str, Any]  # plain values
-
-
-def message_of(row: SensorRow, state: Path, places: Mapping[str, Place]) -> Message:
-    "Return the message on a sensor of the list."
+def message_of(row: SensorRow, state: Path, places: Mapping[str, Place]) -> dict[str, Any]:
+    "Return the message on a sensor of the list, as plain values; `key` is the same in each attempt."
     since = row.first_above or row.last_night
     key = blake2b(json.dumps([show_path(state), row.sensor, since]).encode(), digest_size=16).hexdigest()
     text = f"visit {show_path(row.sensor)}: leak score {row.leak_score}; {row.reason}"
     body = {"event": "visit", "key": key, "text": text, "since": since, **asdict(row)}
     if place := places.get(row.sensor):
         body |= dict(zip(("longitude", "latitude") if place[2] else ("x", "y"), place[:2], strict=True))
-    return Message(key, row.sensor, since, body)
+    return body
 
 
 class NotDelivered(Exception):
@@ -128,10 +113,10 @@ class _NoRedirect(request.HTTPRedirectHandler):
         return None
 
 
-def post(url: str, message: Message) -> None:
+def post(url: str, message: Mapping[str, Any]) -> None:
     "Send a message as JSON to a webhook; raises NotDelivered."
-    headers = {"Content-Type": "application/json", "Idempotency-Key": message.key, "User-Agent": "leakmel"}
-    asked = request.Request(url, json.dumps(message.body).encode(), headers, method="POST")
+    headers = {"Content-Type": "application/json", "Idempotency-Key": message["key"], "User-Agent": "leakmel"}
+    asked = request.Request(url, json.dumps(message).encode(), headers, method="POST")
     try:
         with request.build_opener(_NoRedirect).open(asked, timeout=TIMEOUT_S):
             return
@@ -142,15 +127,15 @@ def post(url: str, message: Message) -> None:
         raise NotDelivered(type(getattr(e, "reason", e)).__name__) from None
 
 # %% ../../../nbs/extras/nightly/handover.ipynb #ho000010
-def mail(url: str, message: Message) -> None:
+def mail(url: str, message: Mapping[str, Any]) -> None:
     "Send a message by the mail server of the environment; raises NotDelivered."
     server = _split(os.environ.get(MAIL_SERVER, ""))
     letter = EmailMessage()
-    letter["Subject"] = f"leakmel: visit {show_path(message.sensor)}"
-    letter["From"] = os.environ.get(MAIL_SENDER) or f"leakmel@{platform.node()}"
+    letter["Subject"] = f"leakmel: visit {show_path(message['sensor'])}"
+    letter["From"] = os.environ.get(MAIL_SENDER) or "leakmel@localhost"
     letter["To"] = unquote(_split(url).path)
-    letter["Message-ID"] = f"<{message.key}@leakmel>"
-    letter.set_content("\n".join(f"{name}: {value}" for name, value in message.body.items()) + "\n")
+    letter["Message-ID"] = f"<{message['key']}@leakmel>"
+    letter.set_content("\n".join(f"{name}: {value}" for name, value in message.items()) + "\n")
     secure = ssl.create_default_context()
     try:
         if server.scheme == "smtps":
@@ -212,22 +197,25 @@ def deliver(
     places: Mapping[str, Place],
 ) -> Delivery:  # raises OutputError, SpaceError
     "Send a message for each sensor that is new on the list, and write down each that was delivered; the first that is not ends it."
-    url, file = _split(notify), state / NOTIFIED_JSON
+    url = _split(notify)
+    file = state / NOTIFIED_JSON
     send = mail if url.scheme == "mailto" else post
     known = _delivered(file)
-    new = [m for m in (message_of(row, state, places) for row in rows) if known.get(m.sensor) != m.since]
-    sent, why = 0, ""
+    found = (message_of(row, state, places) for row in rows)
+    new = [m for m in found if known.get(m["sensor"]) != m["since"]]
+    sent = 0
+    why = ""
     for message in new[:MOST_MESSAGES]:
         if why := _attempts(send, notify, message):
             break
-        known[message.sensor] = message.since
+        known[message["sensor"]] = message["since"]
         write_whole(file, sealed_json({"delivered": known}))
         sent += 1
     return Delivery(url.hostname or unquote(url.path), sent, len(new) - sent, why)
 
 
 def _attempts(
-    send: Callable[[str, Message], None], notify: str, message: Message
+    send: Callable[[str, Mapping[str, Any]], None], notify: str, message: Mapping[str, Any]
 ) -> str:  # why it was not delivered; empty: it was
     "Try to deliver a message several times."
     why = ""

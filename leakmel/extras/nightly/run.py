@@ -795,12 +795,17 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
     return target
 
 
-def write_tables(done: NightlyRun, page: str, labels: str, places: Mapping[str, Place]) -> None:
-    "Write sensors.csv, sensors.json, visits.html, with visits visit_labels.csv, with longitudes visits.geojson; raises OutputError, SpaceError."
+def hand_over(
+    done: NightlyRun, clips: dict[str, Any], labels: str, places: Mapping[str, Place], notify: str | None
+) -> NightlyRun:  # with what was sent
+    """Write the tables, then send messages.
+
+    These are sensors.csv, sensors.json, visits.html, with visits visit_labels.csv, with longitudes visits.geojson; raises OutputError, SpaceError.
+    """
     texts = {
         SENSORS_CSV: done.table.to_csv(index=False),
         SENSORS_JSON: json.dumps(done.body, ensure_ascii=True) + "\n",
-        VISITS_HTML: page,
+        VISITS_HTML: visits_page(done, clips, places),
     }
     if labels:
         texts[VISIT_LABELS_CSV] = labels
@@ -813,6 +818,9 @@ def write_tables(done: NightlyRun, page: str, labels: str, places: Mapping[str, 
             f.write(text)
             f.flush()
             os.fsync(f.fileno())
+    if notify is None:
+        return done
+    return replace(done, messages=deliver(notify, done.to_visit, done.state, places))
 
 # %% ../../../nbs/extras/nightly/run.ipynb #2e361cc6
 def _clips(done: NightlyRun, paths: dict[str, bytes], spec: MelSpec) -> dict[str, Any]:
@@ -866,6 +874,16 @@ def is_without_model(state: Path) -> bool:
     with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
         return json.loads((state / SENSORS_JSON).read_bytes())["evaluation"] == _NO_MODEL
     return False
+
+
+def _keep_rules(history: History, digest: str, spec: MelSpec | None, pattern: str) -> None:
+    "Store what later runs keep to: model, or features without one as soon as a recording tells them, and the pattern of the names."
+    if digest:
+        history.set_meta("model", digest)
+    elif spec is not None:
+        nights.begin_without_model(history, spec)
+    if pattern:
+        history.set_meta("pattern", pattern)
 
 
 def _refuse_other_model(history: History, digest: str, named: str) -> None:
@@ -930,8 +948,7 @@ def nightly(
     began = time.perf_counter()
     rule = nights.Budget(budget)
     require_count("audits", audits, 0, 1000)
-    if notify is not None:
-        check_address(notify)
+    check_address(notify)
     source = Folder(folder)
     target = _check_state(state, source.path)
     tables = _tables(target / VISITS_CSV, visited)
@@ -950,12 +967,7 @@ def nightly(
         spec = _features(detector, history, files)
         read_new(files, detector, spec, history, device, progress)
         history.begin()
-        if detector is not None:
-            history.set_meta("model", digest)
-        elif files.entries:  # else nothing was read that could tell the features
-            nights.begin_without_model(history, spec)
-        if pattern:
-            history.set_meta("pattern", pattern)
+        _keep_rules(history, "" if detector is None else digest, spec if files.entries else None, pattern)
         used, notes = _sort_visits(history, files.entries, visits) if tables else ([], [])
         added = nights.record_run(
             history, files.entries, rule, nights.last_visits(used) if tables else None, nights.repaired(used)
@@ -985,11 +997,10 @@ def nightly(
             is_first=files.is_first,
             site_outlook=site_outlook(history, labelled),
         )
-        places = _places(rows, manifest)
-        page = visits_page(done, _clips(done, files.paths, spec), places)
-        write_tables(done, page, visit_labels(labelled, detector) if tables else "", places)
-        messages = None if notify is None else deliver(notify, done.to_visit, target, places)
-    return replace(done, messages=messages, seconds=time.perf_counter() - began)
+        labels = visit_labels(labelled, detector) if tables else ""
+        clips = _clips(done, files.paths, spec)
+        done = hand_over(done, clips, labels, _places(rows, manifest), notify)
+    return replace(done, seconds=time.perf_counter() - began)
 
 
 def _tables(own: Path, visited: str | os.PathLike | None) -> list[Path]:
