@@ -45,7 +45,7 @@ BUDGETS = {
     "packed assignments of more than two": 38,  # only goes down
     "imports of private names": 0,  # only goes down
     "exported names": 114,  # only goes down
-    "collected tests": 3_140,  # only goes down
+    "collected tests": 3_141,  # only goes down
 }
 
 
