@@ -751,7 +751,8 @@ class Nightly(Operation):
     budget: float = option(0.2, metavar="N")
     # random visits per night
     audits: int = 2
-    # URL of a webhook, or mailto:ADDRESS, that gets a message for each sensor that is new on the list
+    # URL of a webhook, or mailto:ADDRESS, that gets a message for each sensor that is new on the list (default: the environment variable LEAKMEL_NOTIFY; a
+    # mail needs LEAKMEL_SMTP, smtps://USER:PASSWORD@HOST, and LEAKMEL_MAIL_FROM)
     notify: str | None = option(None, metavar="URL")
     # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit), optionally outcome, as leakmel visited writes it: the
     # evidence of these sensors starts again; read after visits.csv of the state folder, which it corrects, except where that has a later entry (column when)
@@ -783,7 +784,8 @@ class Nightly(Operation):
             **plan.given,
             "model": detector or model,
             "state": state,
-            **values_of(self, "budget audits notify visited reference time_from device"),
+            **values_of(self, "budget audits visited reference time_from device"),
+            "notify": self.notify or os.environ.get("LEAKMEL_NOTIFY") or None,
         }
         files = {"model": model} if model else {}
         return DetectorPlan({**plan.inputs, "budget": budget}, state, given, files)
@@ -794,11 +796,8 @@ class Nightly(Operation):
         body = {"ok": True} | done.summary
         write_summary(plan.out, body)
         model = [word for path in plan.files.values() for word in ("--model", path)]
-        words = ["review", *map(show_path, (plan.given["folder"], *model))]
-        if done.to_visit:  # what the crew finds
-            found = [done.to_visit[0].sensor, done.last_night, "leak"]
-            words = ["visited", *found, "--state", show_path(plan.out)]
-        text = run.answer([done.text()], next=shlex.join(["leakmel", *words]))
+        places = map(show_path, (plan.given["folder"], *model))
+        text = run.answer([done.text()], next=shlex.join(["leakmel", "review", *places]))
         return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
 
 

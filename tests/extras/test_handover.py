@@ -23,6 +23,7 @@ from errors import raises
 from made_detectors import made_detector, noise, put
 
 from leakmel.cli import main
+from leakmel.core.files import OutputLock
 from leakmel.extras.nightly import handover, run
 from leakmel.extras.nightly.handover import NOTIFIED_JSON, check_address, deliver, geojson
 from leakmel.extras.nightly.nights import SensorRow
@@ -115,23 +116,38 @@ def printed(words: list[str]) -> str:
 
 
 def test_each_visit_is_told_once(hook, tmp_path):
-    assert str(deliver(hook.url, ROWS, tmp_path, {})) == "3 messages sent to 127.0.0.1"
-    assert deliver(hook.url, ROWS, tmp_path, {}).sent == 0
+    assert str(deliver(hook.url, ROWS, tmp_path, {}, {})) == "3 messages sent to 127.0.0.1"
+    assert deliver(hook.url, ROWS, tmp_path, {}, {}).sent == 0
     again = (*ROWS, replace(ROW, sensor="LOG4"))
-    assert deliver(hook.url, again, tmp_path, {}).sent == 1
+    assert deliver(hook.url, again, tmp_path, {}, {}).sent == 1
     assert [body["sensor"] for _, body in hook.got] == ["LOG1", "LOG2", "LOG3", "LOG4"]
     assert set(hook.accepted().values()) == {1}
     body = hook.got[0][1]
     assert body["text"] == "visit LOG1: leak score 97; Scores rose."
-    assert (body["event"], body["since"], body["key"]) == ("visit", "2026-11-20", hook.got[0][0])
+    assert (body["event"], body["first_above"], body["key"]) == ("visit", "2026-11-20", hook.got[0][0])
 
 
 def test_a_sensor_that_rises_again_is_told_again(hook, tmp_path):
-    deliver(hook.url, ROWS[:1], tmp_path, {})
-    deliver(hook.url, (), tmp_path, {})  # visited
-    deliver(hook.url, (replace(ROWS[0], first_above="2027-02-01"),), tmp_path, {})
-    assert [body["since"] for _, body in hook.got] == ["2026-11-20", "2027-02-01"]
+    deliver(hook.url, ROWS[:1], tmp_path, {}, {})
+    deliver(hook.url, (), tmp_path, {}, {})  # visited
+    again = (replace(ROWS[0], first_above="2027-02-01"),)
+    for _ in range(2):
+        deliver(hook.url, again, tmp_path, {}, {"LOG1": "2026-11-30"})
+    assert [body["last_visit"] for _, body in hook.got] == ["", "2026-11-30"]
     assert len(hook.accepted()) == 2
+
+
+def test_nights_and_budgets_that_move_a_rise_tell_nothing_new(hook, tmp_path):
+    for night in ("2026-11-20", "2026-11-19", ""):  # "": high from the start
+        row = replace(ROW, first_above=night, last_night=f"2026-12-0{len(night) // 9 + 1}")
+        deliver(hook.url, (row,), tmp_path, {}, {})
+    assert len(hook.got) == 1
+
+
+def test_one_run_at_a_time_sends(hook, tmp_path):
+    with OutputLock(tmp_path / NOTIFIED_JSON), raises("output-locked"):
+        deliver(hook.url, ROWS, tmp_path, {}, {})
+    assert hook.got == []
 
 
 @each(
@@ -140,21 +156,23 @@ def test_a_sensor_that_rises_again_is_told_again(hook, tmp_path):
         ([500], 3, ""),
         ([503, 429], 3, ""),
         ([204, 500, 500, 500], 1, "HTTP 500"),
-        ([404], 0, "HTTP 404"),
-        ([302], 0, "HTTP 302"),
+        ([404], 0, "HTTP 404: refused, check the address"),
+        ([302], 0, "HTTP 302: refused, check the address"),
+        ([400], 2, "HTTP 400: refused, check the address"),
     ],
-    ids=["once", "twice", "for good", "refused", "redirected"],
+    ids=["once", "twice", "for good", "refused", "redirected", "one message"],
 )
 def test_a_server_that_fails(statuses, sent, why, tmp_path):
     "What is missing comes with the next run."
     with pytest.MonkeyPatch.context() as patch, served(Hook()) as hook:
         patch.setattr(handover, "WAITS_S", (0.0, 0.0, 0.0))
         state = tmp_path / f"state-{len(list(tmp_path.iterdir()))}"
+        state.mkdir()
         hook.statuses = list(statuses)
         hook.headers = {"Location": hook.url}
-        done = deliver(hook.url, ROWS, state, {})
+        done = deliver(hook.url, ROWS, state, {}, {})
         assert (done.sent, done.left, done.why) == (sent, 3 - sent, why)
-        assert deliver(hook.url, ROWS, state, {}).sent == 3 - sent
+        assert deliver(hook.url, ROWS, state, {}, {}).sent == 3 - sent
         assert sorted(hook.accepted().values()) == [1, 1, 1]
 
 
@@ -162,13 +180,13 @@ def test_a_server_that_answers_late_or_never(hook, tmp_path, monkeypatch):
     "A message that arrived without an answer comes again with the same key."
     monkeypatch.setattr(handover, "TIMEOUT_S", 0.2)
     hook.delay_s = 0.5
-    done = deliver(hook.url, ROWS, tmp_path, {})
+    done = deliver(hook.url, ROWS, tmp_path, {}, {})
     assert (done.sent, done.left) == (0, 3)
-    assert "next run sends 3 more (" in str(done)
+    assert "3 not sent (" in str(done)
     hook.delay_s = 0.0
     monkeypatch.setattr(handover, "TIMEOUT_S", 60.0)
     time.sleep(0.6)  # late answers
-    assert deliver(hook.url, ROWS, tmp_path, {}).sent == 3
+    assert deliver(hook.url, ROWS, tmp_path, {}, {}).sent == 3
     assert len(hook.accepted()) == 3
     bodies = dict(hook.got)
     assert all(bodies[key] == body for key, body in hook.got)
@@ -178,7 +196,7 @@ def test_no_server(tmp_path, monkeypatch):
     monkeypatch.setattr(handover, "WAITS_S", (0.0,))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    done = deliver(f"http://127.0.0.1:{port}/", ROWS, tmp_path, {})
+    done = deliver(f"http://127.0.0.1:{port}/", ROWS, tmp_path, {}, {})
     assert (done.sent, done.left, done.why) == (0, 3, "ConnectionRefusedError")
 
 
@@ -188,6 +206,7 @@ from pathlib import Path
 sys.path[:0] = sys.argv[3:]
 from leakmel.core import files
 from leakmel.cli import main
+from leakmel.core.files import OutputLock
 from leakmel.extras.nightly import handover, run
 from test_handover import ROWS
 
@@ -201,7 +220,8 @@ def fsync(fd):
 os.fsync = fsync
 handover.WAITS_S = (0.0, 0.0)
 url, state = sys.argv[1].split("|")
-handover.deliver(url, ROWS, Path(state), {})
+Path(state).mkdir(exist_ok=True)
+handover.deliver(url, ROWS, Path(state), {}, {})
 """
 
 
@@ -223,19 +243,19 @@ def test_messages_survive_kills(hook, tmp_path):
 
 
 def test_a_damaged_list_sends_nothing(hook, tmp_path):
-    deliver(hook.url, ROWS[:1], tmp_path, {})
+    deliver(hook.url, ROWS[:1], tmp_path, {}, {})
     file = tmp_path / NOTIFIED_JSON
     file.write_bytes(file.read_bytes().replace(b"LOG1", b"LOG9"))
     with raises("damaged-list"):
-        deliver(hook.url, ROWS, tmp_path, {})
+        deliver(hook.url, ROWS, tmp_path, {}, {})
     assert len(hook.got) == 1
 
 
 def test_a_rise_of_the_whole_network_is_no_flood(hook, tmp_path):
     rows = tuple(replace(ROW, sensor=f"S{k}") for k in range(handover.MOST_MESSAGES + 5))
-    done = deliver(hook.url, rows, tmp_path, {})
+    done = deliver(hook.url, rows, tmp_path, {}, {})
     assert (done.sent, done.left) == (handover.MOST_MESSAGES, 5)
-    assert deliver(hook.url, rows, tmp_path, {}).left == 0
+    assert deliver(hook.url, rows, tmp_path, {}, {}).left == 0
 
 
 @each(
@@ -305,9 +325,8 @@ def test_mail(tmp_path, monkeypatch):
     with mail_server() as (url, letters):
         monkeypatch.setenv("LEAKMEL_SMTP", url)
         monkeypatch.setenv("LEAKMEL_MAIL_FROM", "leakmel@example.org")
-        check_address("mailto:crew@example.org,boss@example.org")
         odd = replace(ROW, sensor="LOG\r\nBcc: x@example.org")
-        done = deliver("mailto:crew@example.org", (ROW, odd), tmp_path, {"LOG1": (6.1, 49.6, True)})
+        done = deliver("mailto:crew@example.org", (ROW, odd), tmp_path, {"LOG1": (6.1, 49.6, True)}, {})
         assert str(done) == "2 messages sent to crew@example.org"
     assert "Subject: leakmel: visit LOG1" in letters[0]
     assert "longitude: 6.1" in letters[0]
@@ -321,7 +340,7 @@ def test_mail_that_is_refused(tmp_path, monkeypatch):
     with mail_server(lambda line: line.startswith(("RCPT", "rcpt"))) as (url, letters):
         monkeypatch.setenv("LEAKMEL_SMTP", url)
         monkeypatch.setenv("LEAKMEL_MAIL_FROM", "leakmel@example.org")
-        done = deliver("mailto:crew@example.org", ROWS, tmp_path, {})
+        done = deliver("mailto:crew@example.org", ROWS, tmp_path, {}, {})
         assert (done.sent, done.left, letters) == (0, 3, [])
 
 
@@ -329,7 +348,7 @@ def test_a_password_is_not_sent_without_encryption(tmp_path, monkeypatch):
     monkeypatch.setattr(handover, "WAITS_S", (0.0,))
     with mail_server(lambda line: line.upper().startswith("AUTH")) as (url, letters):
         monkeypatch.setenv("LEAKMEL_SMTP", url.replace("//", "//user:password@"))
-        done = deliver("mailto:crew@example.org", ROWS, tmp_path, {})
+        done = deliver("mailto:crew@example.org", ROWS, tmp_path, {}, {})
     assert (done.sent, done.why, letters) == (0, "SMTPNotSupportedError", [])
 
 
@@ -393,3 +412,26 @@ def test_a_wrong_address_ends_the_run_before_it_begins(tmp_path, capsys):
     assert "https://HOST/PATH" in said.err
     assert "secret" not in said.err + said.out
     assert not (tmp_path / "s").exists()
+
+
+def test_a_message_that_is_not_sent_is_in_the_answer(hook, tmp_path, monkeypatch, capsys):
+    "And not the address, which may be a secret: it can also come from the environment."
+    for day in range(20):
+        for s in range(3):
+            night = date(2025, 1, 1) + timedelta(day)
+            put(tmp_path / "r", f"P{s}_{night:%Y%m%d}_230000.wav", noise(100 * day + s, level=300))
+    real = run._scored
+    monkeypatch.setattr(
+        run,
+        "_scored",
+        lambda x, *a: (*(d := real(x, *a))[:3], [0.9 if b"P1_2025011" in s.path else 0.2 for s in d[0]]),
+    )
+    hook.statuses = [404] * 9
+    monkeypatch.setenv("LEAKMEL_NOTIFY", hook.url)
+    model = made_detector().save(tmp_path / "model.pt")
+    words = ["nightly", str(tmp_path / "r"), "--model", str(model), "--state", str(tmp_path / "s"), "--quiet"]
+    assert main([*words, "--audits", "0"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: 0 messages sent to 127.0.0.1, 1 not sent (HTTP 404: refused" in said
+    assert "after a visit: leakmel visited P1 2025-01-20 OUTCOME" in said
+    assert "secret" not in said + "".join(p.read_text() for p in (tmp_path / "s").glob("*.json"))

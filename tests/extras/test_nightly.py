@@ -389,19 +389,15 @@ def test_command_line(tmp_path, model, capsys, monkeypatch):
     assert (body["ok"], body["new"], body["sensors"], body["audits"]) == (True, 16, 2, 1)
     rows = {r["sensor"]: r for r in rows_of(tmp_path / "s")}
     assert (rows["P0"]["nights"], rows["P1"]["nights"]) == ("3", "8")
-    monkeypatch.setattr(lm.NightlyRun, "to_visit", (SimpleNamespace(sensor="P 0"),))
+    listed = (SimpleNamespace(sensor="P 0", last_night="2025-01-08"),)
+    monkeypatch.setattr(lm.NightlyRun, "to_visit", listed)
     assert main([*words, "--exit-code"]) == 4
     assert json.loads(capsys.readouterr().out)["ok"] is True
-    assert main(words[:-1]) == 0
-    (following,) = re.findall(r"^next: (.*)$", re.sub(r"\n  ", " ", capsys.readouterr().out), re.M)
-    assert shlex.split(following)[1:] == [
-        "visited",
-        "P 0",
-        "2025-01-08",
-        "leak",
-        "--state",
-        str(tmp_path / "s"),
-    ]
+    assert main([*words[:-1], "--full"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    (line,) = re.findall(r"after a visit: (leakmel .*? --state \S+)", said)
+    visited = ["leakmel", "visited", "P 0", "2025-01-08", "OUTCOME", "--state", str(tmp_path / "s")]
+    assert shlex.split(line) == visited
     assert main(words[:4]) == 2
     assert main([*words, "--budget", "0"]) == 2
     assert main(["nightly", str(tmp_path / "none"), *words[2:]]) == 1

@@ -39,12 +39,17 @@ def equal(a: object, b: object) -> bool:
 
 
 def told_by(world: World) -> dict[tuple[str, str], list[str]]:
-    "Sensor and first night of each visit that was told -> the keys of its messages."
+    "Sensor and last visit before each one that was told -> the keys of its messages."
     found: dict[tuple[str, str], list[str]] = {}
     for line in (world.root / "told").read_text().splitlines() if (world.root / "told").exists() else ():
-        key, sensor, since = line.split()
-        found.setdefault((sensor, since), []).append(key)
+        key, sensor, visited = line.split()
+        found.setdefault((sensor, visited), []).append(key)
     return found
+
+
+def visits_of(state: Path) -> dict[str, list[str]]:
+    with History(state) as history:
+        return nights.stored_visits(history)
 
 
 def disturbed(world: World, detector: object) -> None:
@@ -76,7 +81,7 @@ def disturbed(world: World, detector: object) -> None:
 def simulate(root: Path, seed: int, n_sensors: int, n_nights: int) -> Counter[str]:
     "Run the nights; return the faults that happened."
     world, detector = World(root, seed, n_sensors), made_detector()
-    listed = set[tuple[str, str]]()  # sensor and first night of each visit that a complete run listed
+    listed = set[tuple[str, str]]()  # sensor and last visit before each one that a complete run listed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "_scored", score_files)
         patch.setattr(run, "_clips", lambda *args: {})
@@ -91,7 +96,8 @@ def simulate(root: Path, seed: int, n_sensors: int, n_nights: int) -> Counter[st
                 (digest, *facts) for digest, facts in world.model.items()
             )
             assert {r.sensor for r in done.sensors} == {sensor for sensor, *_ in world.model.values()}
-            now = {(r.sensor, r.first_above or r.last_night) for r in done.to_visit}
+            visited = {sensor: x[-1] for sensor, x in visits_of(world.state).items()}
+            now = {(r.sensor, visited.get(r.sensor, "-")) for r in done.to_visit}
             assert done.messages is not None
             told = told_by(world)
             if done.messages.left == 0:

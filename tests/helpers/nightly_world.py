@@ -290,7 +290,7 @@ def nightly(world: World, detector: Any, **more: Any) -> run.NightlyRun:
         with (world.root / "told").open("a") as f:
             if random.Random(f.tell() + world.night).random() < 0.3:
                 raise handover.NotDelivered("HTTP 500")
-            f.write(f"{message['key']} {message['sensor']} {message['since']}\n")
+            f.write(f"{message['key']} {message['sensor']} {message['last_visit'] or '-'}\n")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handover, "post", post)

@@ -23,7 +23,7 @@ from urllib.error import HTTPError
 from urllib.parse import unquote, urlsplit
 
 from leakmel.core.errors import OutputError, UsageError, how_many, show_path
-from leakmel.core.files import read_own_json, sealed_json, write_whole
+from leakmel.core.files import OutputLock, read_own_json, sealed_json, write_whole
 from leakmel.extras.nightly.nights import SensorRow
 
 # %% ../../../nbs/extras/nightly/handover.ipynb #ho000004
@@ -54,27 +54,30 @@ MAIL_SENDER = "LEAKMEL_MAIL_FROM"
 TIMEOUT_S = 10.0  # of each step of a connection
 WAITS_S = (0.0, 2.0, 8.0)  # before each attempt
 MOST_MESSAGES = 100  # of a run; the next one sends the others
+MOST_S = 300.0  # of all messages of a run
 _ADDRESS = re.compile(r"[^@\s,<>]+@[^@\s,<>]+")
 
 
 def check_address(notify: str | None) -> None:
-    "Check where messages go: the URL of a webhook, or mailto: and addresses; raises UsageError. None: nowhere."
+    "Check where messages go: the URL of a webhook, or mailto: and an address; raises UsageError. None: nowhere."
     if notify is None:
         return
     url = _split(notify)
     server = _split(os.environ.get(MAIL_SERVER, ""))
     if url.scheme == "mailto":
-        has_server = server.scheme in ("smtp", "smtps") and server.hostname
-        good = has_server and all(map(_ADDRESS.fullmatch, unquote(url.path).split(",")))
+        sender = os.environ.get(MAIL_SENDER, "leakmel@localhost")
+        good = server.scheme in ("smtp", "smtps") and server.hostname
+        good = good and all(map(_ADDRESS.fullmatch, (unquote(url.path), sender)))
     else:
-        good = url.scheme in ("http", "https") and url.hostname
-    if not good:
+        good = url.scheme in ("http", "https") and url.hostname and url.username is None
+    if not (good and re.fullmatch("[!-~]+", notify)):
         raise UsageError(
             "messages cannot be sent there",
             code="wrong-address",
             found=f"notify {url.scheme or 'without a scheme'}",  # the rest may be a secret
             expected="https://HOST/PATH of a webhook, or mailto:NAME@HOST and a mail server",
-            remedy=f"correct the address; for mail set {MAIL_SERVER} to smtps://USER:PASSWORD@HOST or smtp://HOST:PORT, and {MAIL_SENDER} to the sender",
+            remedy="correct the address, which has no user name; for mail set "
+            f"{MAIL_SERVER} to smtps://USER:PASSWORD@HOST or smtp://HOST:PORT, and {MAIL_SENDER} to the sender",
         )
 
 
@@ -87,23 +90,40 @@ def _split(url: str) -> Any:  # a SplitResult
         return urlsplit("")
 
 # %% ../../../nbs/extras/nightly/handover.ipynb #ho000009
-def message_of(row: SensorRow, state: Path, places: Mapping[str, Place]) -> dict[str, Any]:
-    "Return the message on a sensor of the list, as plain values; `key` is the same in each attempt."
-    since = row.first_above or row.last_night
-    key = blake2b(json.dumps([show_path(state), row.sensor, since]).encode(), digest_size=16).hexdigest()
+def message_of(
+    row: SensorRow,
+    state: Path,
+    places: Mapping[str, Place],
+    visited: str,  # night of the last visit; empty: none
+) -> dict[str, Any]:
+    "Return the message on a sensor of the list, as plain values; `key` is that of the first visit after the last one, in each attempt."
+    key = blake2b(json.dumps([show_path(state), row.sensor, visited]).encode(), digest_size=16).hexdigest()
     text = f"visit {show_path(row.sensor)}: leak score {row.leak_score}; {row.reason}"
-    body = {"event": "visit", "key": key, "text": text, "since": since, **asdict(row)}
+    # in chats, names in angle brackets call people
+    body = {
+        "event": "visit",
+        "key": key,
+        "text": text.replace("<", "‹"),
+        "last_visit": visited,
+        **asdict(row),
+    }
     if place := places.get(row.sensor):
         body |= dict(zip(("longitude", "latitude") if place[2] else ("x", "y"), place[:2], strict=True))
     return body
 
 
 class NotDelivered(Exception):
-    "A message was not delivered; `again`: another attempt may succeed."
+    "A message was not delivered."
 
-    def __init__(self, why: str, again: bool = True):
-        super().__init__(why)
+    def __init__(
+        self,
+        why: str,
+        again: bool = True,  # another attempt may succeed
+        others: bool = False,  # the next message may succeed
+    ):
+        super().__init__(why if again else f"{why}: refused, check the address")
         self.again = again
+        self.others = others
 
 
 class _NoRedirect(request.HTTPRedirectHandler):
@@ -122,7 +142,8 @@ def post(url: str, message: Mapping[str, Any]) -> None:
             return
     except HTTPError as e:
         e.close()
-        raise NotDelivered(f"HTTP {e.code}", e.code in (408, 425, 429) or e.code >= 500) from None
+        is_busy = e.code in (408, 425, 429) or e.code >= 500
+        raise NotDelivered(f"HTTP {e.code}", is_busy, others=e.code in (400, 413, 422)) from None
     except Exception as e:  # whatever a server answers
         raise NotDelivered(type(getattr(e, "reason", e)).__name__) from None
 
@@ -131,13 +152,13 @@ def mail(url: str, message: Mapping[str, Any]) -> None:
     "Send a message by the mail server of the environment; raises NotDelivered."
     server = _split(os.environ.get(MAIL_SERVER, ""))
     letter = EmailMessage()
-    letter["Subject"] = f"leakmel: visit {show_path(message['sensor'])}"
-    letter["From"] = os.environ.get(MAIL_SENDER) or "leakmel@localhost"
-    letter["To"] = unquote(_split(url).path)
-    letter["Message-ID"] = f"<{message['key']}@leakmel>"
-    letter.set_content("\n".join(f"{name}: {value}" for name, value in message.items()) + "\n")
     secure = ssl.create_default_context()
     try:
+        letter["Subject"] = f"leakmel: visit {show_path(message['sensor'])}"
+        letter["From"] = os.environ.get(MAIL_SENDER) or "leakmel@localhost"
+        letter["To"] = unquote(_split(url).path)
+        letter["Message-ID"] = f"<{message['key']}@leakmel>"
+        letter.set_content("\n".join(f"{name}: {value}" for name, value in message.items()) + "\n")
         if server.scheme == "smtps":
             opened: smtplib.SMTP = smtplib.SMTP_SSL(
                 server.hostname, server.port or 465, timeout=TIMEOUT_S, context=secure
@@ -163,18 +184,18 @@ NOTIFIED_JSON = "notified.json"
 class Delivery:
     "What was sent in a run."
 
-    to: str  # host, or addresses
+    to: str  # host, or address
     sent: int
-    left: int  # that the next run sends
+    left: int  # that the next run tries again
     why: str  # of the first one that was not delivered; empty: all were
 
     def __str__(self) -> str:
         done = f"{how_many(self.sent, 'message')} sent to {self.to}"
         why = f" ({self.why})" if self.why else ""
-        return done + (f"; the next run sends {self.left:,} more{why}" if self.left else "")
+        return f"{done}, {self.left:,} not sent{why}; the next run tries again" if self.left else done
 
 
-def _delivered(file: Path) -> dict[str, str]:  # sensor -> first night; raises OutputError
+def _delivered(file: Path) -> dict[str, str]:  # key -> sensor; raises OutputError
     "Read which messages were delivered."
     try:
         return dict(read_own_json(file)["delivered"])
@@ -195,37 +216,44 @@ def deliver(
     rows: tuple[SensorRow, ...],  # to visit
     state: Path,
     places: Mapping[str, Place],
-) -> Delivery:  # raises OutputError, SpaceError
-    "Send a message for each sensor that is new on the list, and write down each that was delivered; the first that is not ends it."
+    visited: Mapping[str, str],  # sensor -> night of the last visit
+) -> Delivery:  # raises OutputError, SpaceError; a run that sends at the same time has `output-locked`
+    "Send a message for each sensor that is new on the list, and write down each that was delivered."
     url = _split(notify)
     file = state / NOTIFIED_JSON
     send = mail if url.scheme == "mailto" else post
-    known = _delivered(file)
-    found = (message_of(row, state, places) for row in rows)
-    new = [m for m in found if known.get(m["sensor"]) != m["since"]]
     sent = 0
     why = ""
-    for message in new[:MOST_MESSAGES]:
-        if why := _attempts(send, notify, message):
-            break
-        known[message["sensor"]] = message["since"]
-        write_whole(file, sealed_json({"delivered": known}))
-        sent += 1
+    ends_s = time.monotonic() + MOST_S
+    with OutputLock(file):
+        known = _delivered(file)
+        found = (message_of(row, state, places, visited.get(row.sensor, "")) for row in rows)
+        new = [m for m in found if m["key"] not in known]
+        for message in new[:MOST_MESSAGES]:
+            try:
+                _try_to_send(send, notify, message, ends_s)
+            except NotDelivered as e:
+                why = why or str(e)
+                if e.others:
+                    continue
+                break
+            known[message["key"]] = message["sensor"]
+            write_whole(file, sealed_json({"delivered": known}))
+            sent += 1
     return Delivery(url.hostname or unquote(url.path), sent, len(new) - sent, why)
 
 
-def _attempts(
-    send: Callable[[str, Mapping[str, Any]], None], notify: str, message: Mapping[str, Any]
-) -> str:  # why it was not delivered; empty: it was
-    "Try to deliver a message several times."
-    why = ""
-    for wait_s in WAITS_S:
+def _try_to_send(
+    send: Callable[[str, Mapping[str, Any]], None], notify: str, message: Mapping[str, Any], ends_s: float
+) -> None:
+    "Try to deliver a message several times; raises NotDelivered."
+    for n_left, wait_s in zip(reversed(range(len(WAITS_S))), WAITS_S, strict=True):
         time.sleep(wait_s)
         try:
+            if time.monotonic() >= ends_s:
+                raise NotDelivered(f"no time was left after {MOST_S:.0f} s")
             send(notify, message)
-            return ""
+            return
         except NotDelivered as e:
-            why = str(e)
-            if not e.again:
-                break
-    return why
+            if not e.again or not n_left:
+                raise

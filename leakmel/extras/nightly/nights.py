@@ -1004,7 +1004,7 @@ def steady_noise(
 _CHECKED = 7  # nights since a repair, at least, until a sensor is said to be quiet
 # times the number of nights, which the mean of the evidence of normal nights does not exceed
 _UNCLEAR = 2.0
-_NOT_CHECKED = f"repair not checked: no clear rise after {MIN_NIGHTS} quiet nights is known"
+NOT_CHECKED = f"repair not checked: no clear rise after {MIN_NIGHTS} quiet nights is known"
 
 
 def repair_text(
@@ -1024,7 +1024,7 @@ def repair_text(
             return "still loud since the repair: second leak or other source"
         return f"quiet for {how_many(k - n_quiet, 'night')} after the repair" * bool(n_quiet)
     if not n_quiet:
-        return _NOT_CHECKED
+        return NOT_CHECKED
     if evidence >= budget.limit / 10:
         return "louder since the repair, not enough evidence yet"
     needed = max(_CHECKED, int(nights_to_list(budget)[n_quiet - 1]))
@@ -1060,7 +1060,7 @@ def _reason(
         return f"{noise}{'. ' * bool(noise)}{already} {others if p <= 0.05 else 'than all other sensors, by far'}."
     text = "Chosen at random: shows what the list misses. " if visit == "audit" else ""
     text += f"{noise}. " * bool(noise) + checked
-    if repair not in ("", _NOT_CHECKED):
+    if repair not in ("", NOT_CHECKED):
         return text.strip()
     found = standing(n, evidence, budget)
     if found == RISING:

@@ -334,7 +334,10 @@ class NightlyRun:
     @property
     def high_scores(self) -> str:
         "Name the sensors whose last score is at least 0.5, without enough evidence for a visit; empty: none."
-        high = (r for r in self.sensors if r.visit not in LISTED and not r.repair and (r.score or 0) >= 0.5)
+        unknown = ("", nights.NOT_CHECKED)  # of a repair
+        high = (
+            r for r in self.sensors if r.visit not in LISTED and r.repair in unknown and (r.score or 0) >= 0.5
+        )
         found: dict[str, list[str]] = {nights.RISING: [], nights.TOO_FEW: [], nights.NO_RISE: []}
         for r in sorted(high, key=lambda r: -(r.score or 0.0)):
             shown = r.leak_score if self.model == nights.WITHOUT_MODEL else f"{r.score:.2f}"
@@ -453,10 +456,15 @@ class NightlyRun:
         return "\n".join(
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
+                *[f"  warning: {self.messages}"] * bool(self.messages and self.messages.left),
                 *(f"  {text}" for text in (self.common_rise, self.high_scores, start) if text),
                 *[f"  repairs: {'; '.join(repairs)}{' ...' * (len(self.repairs) > MAX_NAMED)}"]
                 * bool(repairs),
                 f"  visits, each with its reason: {show_path(self.state / VISITS_HTML)}",
+                *[
+                    f"  after a visit: leakmel visited {shlex.quote(r.sensor)} {r.last_night} OUTCOME --state {shlex.quote(show_path(self.state))}"
+                    for r in self.to_visit[:1]
+                ],
                 *(
                     f"  {r.rank:>3}  {r.sensor}  {r.visit}  leak score {r.leak_score}  {r.reason}"
                     for r in self.sensors
@@ -475,7 +483,8 @@ class NightlyRun:
                 *(f"  {text}" for text in (self.visit_results, self.site_outlook) if text),
                 *[f"  visits read from {', corrected by '.join(self.visit_tables)}"]
                 * bool(self.visit_tables),
-                *[f"  {self.messages}"] * (self.messages is not None),
+                *[f"  {self.messages}"]
+                * bool(self.messages and self.messages.sent and not self.messages.left),
                 f"  tables in {show_path(self.state)}",
             ]
         )
@@ -774,7 +783,8 @@ def drift_plot(done: "NightlyRun") -> Any:  # go.Figure
 
 # %% ../../../nbs/extras/nightly/run.ipynb #0fe27017
 VISITS_CSV = "visits.csv"  # of `record_visit`, which a person may edit
-VISIT_LABELS_CSV, VISITS_GEOJSON = "visit_labels.csv", "visits.geojson"
+VISIT_LABELS_CSV = "visit_labels.csv"
+VISITS_GEOJSON = "visits.geojson"
 
 
 def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; raises OutputError
@@ -795,21 +805,19 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
     return target
 
 
-def hand_over(
-    done: NightlyRun, clips: dict[str, Any], labels: str, places: Mapping[str, Place], notify: str | None
-) -> NightlyRun:  # with what was sent
-    """Write the tables, then send messages.
+def write_tables(done: NightlyRun, page: str, labels: str, places: Mapping[str, Place]) -> None:
+    """Write sensors.csv, sensors.json, visits.html, with visits visit_labels.csv, with longitudes visits.geojson.
 
-    These are sensors.csv, sensors.json, visits.html, with visits visit_labels.csv, with longitudes visits.geojson; raises OutputError, SpaceError.
+    Raises OutputError, SpaceError.
     """
     texts = {
         SENSORS_CSV: done.table.to_csv(index=False),
         SENSORS_JSON: json.dumps(done.body, ensure_ascii=True) + "\n",
-        VISITS_HTML: visits_page(done, clips, places),
+        VISITS_HTML: page,
     }
     if labels:
         texts[VISIT_LABELS_CSV] = labels
-    if any(is_degrees for *_, is_degrees in places.values()):
+    if any(is_degrees for *_, is_degrees in places.values()) or (done.state / VISITS_GEOJSON).exists():
         texts[VISITS_GEOJSON] = json.dumps(geojson(done.sensors, places)) + "\n"
     with ExitStack() as stack:
         for name, text in texts.items():
@@ -818,9 +826,6 @@ def hand_over(
             f.write(text)
             f.flush()
             os.fsync(f.fileno())
-    if notify is None:
-        return done
-    return replace(done, messages=deliver(notify, done.to_visit, done.state, places))
 
 # %% ../../../nbs/extras/nightly/run.ipynb #2e361cc6
 def _clips(done: NightlyRun, paths: dict[str, bytes], spec: MelSpec) -> dict[str, Any]:
@@ -997,10 +1002,12 @@ def nightly(
             is_first=files.is_first,
             site_outlook=site_outlook(history, labelled),
         )
+        places = _places(rows, manifest)
+        visited_on = {sensor: nights_of[-1] for sensor, nights_of in nights.stored_visits(history).items()}
         labels = visit_labels(labelled, detector) if tables else ""
-        clips = _clips(done, files.paths, spec)
-        done = hand_over(done, clips, labels, _places(rows, manifest), notify)
-    return replace(done, seconds=time.perf_counter() - began)
+        write_tables(done, visits_page(done, _clips(done, files.paths, spec), places), labels, places)
+    messages = None if notify is None else deliver(notify, done.to_visit, target, places, visited_on)
+    return replace(done, messages=messages, seconds=time.perf_counter() - began)
 
 
 def _tables(own: Path, visited: str | os.PathLike | None) -> list[Path]:
@@ -1147,7 +1154,7 @@ def site_outlook(history: History, labelled: Iterable[_Labelled]) -> str:
     own, listed = (score_model(boot, x, name="", title="") for x in (score, of_list))
     auc = f"{own.figures['auc']:.2f}{own.intervals['auc'].in_brackets('.2f')}"
     return (
-        f"{said}. A detector of this site, fitted on levels, would have an AUC of {auc} on sensors that it has not seen; the scores of the list "
+        f"{said}. A detector of this site, fitted on levels, would have an AUC of {auc} on other sensors like the visited ones; the scores of the list "
         f"have {listed.figures['auc']:.2f}"
     )
 
