@@ -72,7 +72,8 @@ def reserve(fd: int, n_bytes: int, path: Path) -> None:
         fallocate(fd, n_bytes)
     except OSError as e:
         if e.errno in _CANNOT_RESERVE:
-            os.ftruncate(fd, n_bytes)
+            with write_errors(path):
+                os.ftruncate(fd, n_bytes)
             return
         if e.errno == errno.ENOSPC:
             require_space(path.parent, n_bytes - allocated_bytes(path))  # reports how many bytes are missing

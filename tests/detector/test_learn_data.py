@@ -482,7 +482,7 @@ def test_other_rows_have_another_identity(tmp_path):
 def log(monkeypatch, caplog) -> pytest.LogCaptureFixture:
     "The log, in which everything takes long enough to be told."
     begin = Progress.__init__
-    monkeypatch.setattr(Progress, "__init__", lambda *args, after_s, **more: begin(*args, **more))
+    monkeypatch.setattr(Progress, "__init__", lambda *args, after_s=0.0, **more: begin(*args, **more))
     caplog.set_level("INFO", "leakmel")
     return caplog
 

@@ -136,7 +136,7 @@ def test_nothing_is_scored_before_a_training_was_completed(folder, monkeypatch):
     fail_training(monkeypatch, "as trained")
     monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, TINY.base, TINY.changes, (8,)))
     found = bench_train(folder, n_files=6, rounds=1, rehearse=True)
-    assert list(found["training"]) == ["full precision", "streamed"]
+    assert list(found["training"]) == ["one graph", "full precision", "streamed"]
     assert (found["evaluation"], found["prediction"]) == ({}, {})
     assert {x["why"] for x in found["not_measured"]} == {"no training was completed before it"}
     assert len(found["not_measured"]) == 5
@@ -156,6 +156,7 @@ def test_used_up_budget_leaves_one_round_of_the_first_setting(folder, monkeypatc
         "spectral detector",
         "evaluation: spectral, 8",
         "prediction: spectral, 8",
+        "training: one graph",
         "training: full precision",
         "training: streamed",
     ]
