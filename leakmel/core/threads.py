@@ -178,8 +178,11 @@ getattr(importlib.import_module(module), name)(*json.loads(args))
 def _start_child(function: Callable[..., None], args: Sequence[str | int | float], pipe: int) -> int:
     "Fork, which takes 2 ms, or start a new Python process; return its number. Raises OSError."
     # a fork waits for ever where another thread multiplies matrices: OpenBLAS ends its threads before a fork
-    others = [t for t in threading.enumerate() if t is not threading.current_thread()]
-    are_safe = all(_SAFE_THREADS.match(t.name) or type(t).__module__ in _OF_KERNELS for t in others)
+    are_safe = all(
+        _SAFE_THREADS.match(t.name) or type(t).__module__ in _OF_KERNELS
+        for t in threading.enumerate()
+        if t is not threading.current_thread()
+    )
     if not (_IS_FORK_SAFE and are_safe):
         os.set_inheritable(pipe, True)
         call = [function.__module__, function.__name__, json.dumps(args), *filter(None, sys.path)]
