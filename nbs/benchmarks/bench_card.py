@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_gpu import GEOMETRIES, LogLine, geometry_spec, log_nothing, script_parser, version_text
+from bench_gpu import GEOMETRIES, LogLine, geometry_spec, log_nothing, run_script, script_parser, version_text
 from bench_train import bench_train, card_facts, train_table
 
 import leakmel as lm
@@ -40,7 +40,6 @@ from leakmel.extras.machine.bench import (
     record_head,
     run_leakmel,
     spreads,
-    store,
     synthetic_set_of_size,
     total_for_training,
     touch_memory,
@@ -375,17 +374,5 @@ if __name__ == "__main__":
     parser = script_parser(__doc__ or "", ROUNDS)
     parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU")
     args = parser.parse_args()
-    try:
-        record = bench_card(
-            args.work,
-            n_files=args.files and total_for_training(args.files),
-            budget_s=args.budget_s,
-            rehearse=args.rehearse,
-            commit_id=args.commit,
-            keep=partial(store, folder=args.out),
-            log=print,
-        )
-    except LeakmelError as e:
-        raise SystemExit(f"error: {e}") from None
-    print(card_table(record), store(record, args.out), sep="\n")
-    raise SystemExit(not record["ok"])
+    n_files = args.files and total_for_training(args.files)
+    run_script(bench_card, card_table, args, n_files=n_files, rehearse=args.rehearse)

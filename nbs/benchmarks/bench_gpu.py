@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from leakmel.core.errors import LeakmelError, UsageError
 from leakmel.core.timeline import aligned, covered_s, read_timeline
@@ -308,19 +308,25 @@ def script_parser(
     return parser
 
 
-if __name__ == "__main__":
-    args = script_parser(__doc__ or "", 3).parse_args()
+def run_script(
+    bench: Callable[..., dict[str, Any]],  # a suite
+    table: Callable[[dict[str, Any]], str],  # of its figures
+    args: argparse.Namespace,  # of `script_parser`
+    **options: Any,  # of the suite
+) -> NoReturn:
+    "Run a suite as a script: keep the record after each step, print the table, and exit with 1 where a figure is not valid."
+    keep = partial(store, folder=args.out)
     try:
-        record = bench_gpu(
-            args.work,
-            n_files=args.files and total_for_training(args.files),
-            rounds=args.rounds,
-            budget_s=args.budget_s,
-            commit_id=args.commit,
-            keep=partial(store, folder=args.out),
-            log=print,
+        record = bench(
+            args.work, budget_s=args.budget_s, commit_id=args.commit, keep=keep, log=print, **options
         )
     except LeakmelError as e:
         raise SystemExit(f"error: {e}") from None
-    print(gpu_table(record), store(record, args.out), sep="\n")
+    print(table(record), keep(record), sep="\n")
     raise SystemExit(not record["ok"])
+
+
+if __name__ == "__main__":
+    args = script_parser(__doc__ or "", 3).parse_args()
+    n_files = args.files and total_for_training(args.files)
+    run_script(bench_gpu, gpu_table, args, n_files=n_files, rounds=args.rounds)

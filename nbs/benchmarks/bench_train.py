@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_gpu import LogLine, log_nothing, require_rounds, script_parser
+from bench_gpu import LogLine, log_nothing, require_rounds, run_script, script_parser
 
 import leakmel as lm
 from leakmel.core.errors import LeakmelError, UsageError, show_path
@@ -45,7 +45,6 @@ from leakmel.extras.machine.bench import (
     rounds_text,
     spread,
     spreads,
-    store,
     synthetic_set_of_size,
     total_for_training,
     touch_memory,
@@ -503,18 +502,4 @@ if __name__ == "__main__":
     parser = script_parser(__doc__ or "", 5)
     parser.add_argument("--rehearse", action="store_true", help="tiny settings, on a CPU")
     args = parser.parse_args()
-    try:
-        record = bench_train(
-            args.work,
-            n_files=args.files,
-            rounds=args.rounds,
-            budget_s=args.budget_s,
-            rehearse=args.rehearse,
-            commit_id=args.commit,
-            keep=partial(store, folder=args.out),
-            log=print,
-        )
-    except LeakmelError as e:
-        raise SystemExit(f"error: {e}") from None
-    print(train_table(record), store(record, args.out), sep="\n")
-    raise SystemExit(not record["ok"])
+    run_script(bench_train, train_table, args, n_files=args.files, rounds=args.rounds, rehearse=args.rehearse)

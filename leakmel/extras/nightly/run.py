@@ -629,8 +629,8 @@ are independent and their scores normally distributed; similar nights in a row r
 {%- if done.repairs %}
 <p class='facts'>Repairs: {% for sensor, text in done.repairs.items() %}{{ sensor }} {{ text }}{{ '; ' if not loop.last }}{% endfor %}</p>
 {%- endif %}
-<p class='facts'>After a visit: <code>leakmel visited {{ quoted(listed[0].sensor if listed else 'SENSOR') }} {{ done.last_night }} leak --state DIR</code>
-(or no_leak, not_found, no_access; the night is the last one before the visit)</p>
+<p class='facts'>After a visit: <code>leakmel visited {{ quoted(listed[0].sensor if listed else 'SENSOR') }} {{ done.last_night }} OUTCOME --state DIR</code>
+(leak, no_leak, not_found or no_access; the night is the last one before the visit)</p>
 {%- if listed %}
 <div class='scroll'><table class='visits'><thead>
 <tr><th class='n'>rank</th><th>sensor</th><th>why</th><th>evidence over nights</th><th>recording with the highest score</th></tr>
