@@ -40,7 +40,7 @@ from leakmel.dataset.existing import (
 )
 from leakmel.dataset.inputs import SpecDecision, SpecLike
 from leakmel.dataset.modes import MODES, CachedReader, ObjectReader, Preloaded
-from leakmel.dataset.verify import VerifyReport, check_data_set
+from leakmel.dataset.verify import EarlyCheck, VerifyReport, check_data_set, check_early
 from leakmel.dataset.writer import RowFile, allocated_bytes, part_bytes, part_offsets, read_at, write_at
 from leakmel.mel.engines import Engine
 from leakmel.mel.spec import MelSpec
@@ -209,6 +209,9 @@ class Job:
         self.named: dict[str, np.ndarray] | None = None  # `name_columns` of all candidates
         self.folders = np.zeros(0, np.int64)  # `folder_inodes` of all candidates, before they are read
         self.checked = (0, 0)  # rows checked, and rows to check
+        self.early = dict[
+            bytes, EarlyCheck
+        ]()  # rows compared with their recordings before the last one was written
         self.columns: Columns | None = None  # of the complete data set: what problems are found from
         self.gains = np.zeros(0)  # [rows] of the complete data set, by the names
         self.report: VerifyReport | None = None  # of the published data set
@@ -245,6 +248,16 @@ class Job:
             self.rejected += slot.rejected
             self.n_done += slot.n
             return n_bytes, self.is_complete()
+
+    def check_early(self, k: int, digest: bytes) -> None:
+        "Compare the row of a candidate that was written and read back with its recording."
+        row = np.empty((1, *self.file.row_shape), np.float16)
+        with suppress(OSError, errors.VerifyError):
+            read_at(self.file.fd, row, self.file.offset + k * self.file.row_bytes)
+            if bytes(digests_of(row)[0]) != digest:
+                return  # the rows are being moved together, or the file is closed
+            if found := check_early(self.listing.full_path(k), row, digest, self.spec):
+                self.early[self.listing.paths[k]] = found
 
     def keep(
         self,

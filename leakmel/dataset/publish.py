@@ -250,6 +250,7 @@ def _check(run: BuildContext, job: Job, lane: str) -> VerifyReport | None:
             columns=manifest.table_columns,
             is_changed=is_changed,
             progress=note,
+            early=job.early,
         )
         moved.n_files = report.checked
     report.path = os.fspath(job.file.target)

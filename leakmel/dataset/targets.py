@@ -32,7 +32,7 @@ from leakmel.dataset.job import BuildContext, BuildRequest, Job, Parts, open_job
 from leakmel.dataset.loader import ReadAhead, Slot, plan_read_ahead
 from leakmel.dataset.modes import ObjectReader, Preloaded, prepare, with_spec_rules
 from leakmel.dataset.publish import BuildResult, publish, result_of
-from leakmel.dataset.verify import check_sample
+from leakmel.dataset.verify import check_sample, pick_rows
 from leakmel.mel.engines import DeviceOptions, Engine, EngineLane, load_engine, may_have_cuda, open_engine
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings.conform import int16_moments, native
@@ -73,8 +73,8 @@ class Ring:
         self.ahead = ahead
         self.lanes = ThreadGroup(self._wake)
         self.engine_lanes = list[EngineLane]()
-        self.free, self.filled, self.computed, self.complete, self.entries = (
-            SimpleQueue[Any]() for _ in range(5)
+        self.free, self.filled, self.computed, self.complete, self.entries, self.written = (
+            SimpleQueue[Any]() for _ in range(6)
         )
         for job in filter(Job.is_complete, jobs):
             self.complete.put(job)  # all rows were reused from earlier builds
@@ -82,6 +82,7 @@ class Ring:
         self.finished = threading.Event()  # also set after an error
         self.n_filled = 0  # filled slots, until engines may start
         self._waiting = _batches(jobs, workers.files_per_batch, ahead)
+        self.wanted = {job: _early_rows(run, job) for job in jobs}
         try:
             for _ in range(workers.slots):
                 self.free.put(Slot(workers.files_per_batch, run.spec, run.engine.host_array))
@@ -101,6 +102,7 @@ class Ring:
             for i in range(n):
                 self.lanes.add(f"{role}-{i}", partial(function, self, i))
         self.lanes.add("journal", partial(_write_journal, self))
+        self.lanes.add("checker", partial(_check_written, self))
         self.lanes.add("read-ahead", ahead.run)
 
     def _wake(self, n_threads: int) -> None:
@@ -108,7 +110,7 @@ class Ring:
         self.ahead.stop()
         for job in self.jobs:
             job.folder.close()
-        for queue in (self.free, self.filled, self.computed, self.complete, self.entries):
+        for queue in (self.free, self.filled, self.computed, self.complete, self.entries, self.written):
             for _ in range(n_threads):
                 queue.put(None)
 
@@ -124,10 +126,19 @@ class Ring:
             return self._left[role] == 0
 
     def all_written(self) -> None:
-        "Tell publishers and journal that all rows are written."
+        "Tell publishers, journal and checker that all rows are written."
         for _ in self.jobs:
             self.complete.put(None)  # at least one for each
         self.entries.put(None)
+        self.written.put(None)
+
+
+def _early_rows(run: BuildContext, job: Job) -> set[int]:
+    "Return the candidates that the check of the complete file will want if none is rejected, whatever their levels are."
+    check, has_waveforms = run.request.check, job.waveform_digests is not None
+    if not check or run.manifest.part_of or job.folder.is_remote or has_waveforms:
+        return set()
+    return {*pick_rows(len(job.listing), check, job.listing.label_ids, np.zeros(1)).tolist()}
 
 
 def _left(done: np.ndarray) -> list[slice]:
@@ -193,6 +204,9 @@ def _write(ring: Ring, lane: str, slot: Slot) -> None:
         moved.n_bytes, complete = job.take(slot)
     if job.journal is not None and job.journal.note(slot.first, slot.n, moved.n_bytes):
         ring.entries.put(job)
+    for k in ring.wanted[job].intersection(range(slot.first, slot.first + slot.n)):
+        if slot.facts["good"][k - slot.first]:
+            ring.written.put((job, k, bytes(job.row_digests[k])))
     if complete:
         ring.complete.put(job)
 
@@ -287,6 +301,15 @@ def _write_journal(ring: Ring, lane: str) -> None:
     while (job := ring.entries.get()) is not None and not ring.lanes.stopping.is_set():
         with write_errors(job.file.target), ring.run.timeline.span("sync", lane, split=job.split):
             job.journal.enter(job.entry, job.file.fd)
+
+
+def _check_written(ring: Ring, lane: str) -> None:
+    "Compare the rows that a check of the complete file will want with their recordings, while others are computed."
+    while (item := ring.written.get()) is not None and not ring.lanes.stopping.is_set():
+        job, k, digest = item
+        if not job.is_complete():  # what is left is compared when the file is complete
+            with ring.run.timeline.span("verify", lane, split=job.split):
+                job.check_early(k, digest)
 
 
 def _publish_jobs(ring: Ring, k: int, lane: str) -> None:

@@ -11,7 +11,8 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,7 +26,7 @@ from leakmel.core.monitor import usable_cores
 from leakmel.core.store import Folder
 from leakmel.dataset import schema
 from leakmel.dataset.reader import damage_errors, read_rows
-from leakmel.mel.spec import Bounds, MelSpec, bounds_of, compare_each, reference_features
+from leakmel.mel.spec import Bounds, Comparison, MelSpec, bounds_of, compare_each, reference_features
 from leakmel.recordings import conform, listing, tables
 from leakmel.recordings.labels import BEFORE_COLUMN, BY_COLUMN
 from leakmel.recordings.naming import SPLITS, Naming
@@ -349,10 +350,9 @@ def pick_numbers(
     "Choose a reproducible sample of numbers: special ones, then random ones."
     if sample is None or sample >= n:
         return np.arange(n)
-    chosen = np.array(list(dict.fromkeys(special))[:sample], np.int64)
-    others = np.delete(np.arange(n), chosen)
-    more = others[random.Random(n).sample(range(len(others)), sample - len(chosen))]
-    return np.sort(np.append(chosen, more))
+    # the random ones are the same whatever is special
+    more = random.Random(n).sample(range(n), min(n, sample + len(special)))
+    return np.sort(np.array(list(dict.fromkeys([*special, *more]))[:sample], np.int64))
 
 
 def pick_rejected(
@@ -578,8 +578,13 @@ def _read_metadata(f: h5py.File, report: VerifyReport) -> tuple[dict[str, Any], 
     return columns, attributes
 
 
-def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | None) -> Columns:
-    "Check a file without its recordings; compare all rows or those of `unread` with their digests."
+def _check_integrity(
+    f: h5py.File,
+    report: VerifyReport,
+    unread: np.ndarray | None,  # [n_rows] bool, rows to compare with their digests; None: all
+    examine: bool,  # False: all bytes around the rows are those that this process wrote
+) -> Columns:
+    "Check a file without its recordings."
     with schema.HDF5_TURN:
         columns, attributes = _read_metadata(f, report)
     if report.problems:
@@ -598,7 +603,7 @@ def _check_integrity(f: h5py.File, report: VerifyReport, unread: np.ndarray | No
             if name in f and digests in columns
         ]
         report.problems += _structure(f, columns, attributes)
-        if not report.problems:
+        if examine and not report.problems:
             with schema.HDF5_TURN:
                 report.problems += structure_problems(f, schema.stored_spec(f), columns, attributes)
         report.problems += chain.from_iterable(chain.from_iterable(blocks))
@@ -633,10 +638,11 @@ def _find_source(
     file: bytes,  # of it, or a copy of its object
     spec: MelSpec,
     report: VerifyReport,
+    known: Source | None,  # what was read before
 ) -> Source | None:
     "Return the recording of a row, None if they cannot be compared; report wrong columns of the row."
     try:
-        source = read_source(file, spec)
+        source = known or read_source(file, spec)
     except errors.RecordingError as e:
         named = errors.RecordingError(
             e.reject_code, e.message, path=folder.full_path(facts["path"]), remedy=e.remedy
@@ -674,15 +680,51 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Itera
             yield f"{name}: the waveforms differ from the recording in {n} of {right.size} values"
 
 
-def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> tuple[float, list[str]]:
-    "Recompute some rows; return the largest difference in dB and the problems."
+_Verdicts = list[tuple[str, Comparison]]  # with the name of the row
+
+
+def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> _Verdicts:
+    "Recompute some rows."
     numbers, names, sources = zip(*some, strict=True)
     verdicts = compare_each(read_rows(rows, np.array(numbers)), expected_bounds(sources, spec))
-    return max(v.max_abs_db for v in verdicts), [
-        f"{name} differs from the reference in {v.n_wrong} of {v.n_values} values, by up to {v.max_abs_db:.3g} dB"
-        for name, v in zip(names, verdicts, strict=True)
-        if not v.ok
-    ]
+    return [*zip(names, verdicts, strict=True)]
+
+
+@dataclass(frozen=True)
+class EarlyCheck:
+    "Comparison of a row with its recording, made while other rows were computed."
+
+    stamp: tuple[int, int, int]  # of the recording
+    digest: bytes  # of the row
+    source: Source  # without samples
+    verdict: Comparison
+
+
+def _stamp(path: bytes) -> tuple[int, int, int]:  # raises OSError
+    st = os.stat(path)
+    return st.st_size, st.st_mtime_ns, st.st_ctime_ns
+
+
+def check_early(
+    path: bytes,
+    row: np.ndarray,  # [1, L, S, M, T] float16
+    digest: bytes,  # of the row
+    spec: MelSpec,
+) -> EarlyCheck | None:  # None: they cannot be compared, as the check of the complete file reports
+    "Compare a row with its recording; raises MachineError."
+    with suppress(OSError, errors.RecordingError):
+        stamp, source = _stamp(path), read_source(path, spec)
+        if source.refused is None:
+            (verdict,) = compare_each(row, expected_bounds([source], spec))
+            return EarlyCheck(stamp, digest, replace(source, samples=None), verdict)
+    return None
+
+
+def _still_holds(early: EarlyCheck | None, path: bytes, digest: bytes) -> EarlyCheck | None:
+    "Return an early check of a row if row and recording are as they were."
+    with suppress(OSError):
+        return early if early and early.digest == digest and early.stamp == _stamp(path) else None
+    return None
 
 # %% ../../nbs/dataset/verify.ipynb #f7825ac6
 def _compare_rows(
@@ -694,8 +736,10 @@ def _compare_rows(
     picked: np.ndarray,
     progress: Callable[[int, int], None],
     report: VerifyReport,
+    early: Mapping[bytes, EarlyCheck],
 ) -> None:
-    "Compare the chosen rows with their recordings, in one thread per core."
+    "Compare the chosen rows with their recordings, in one thread per core, where no early check holds."
+    digests = schema.read_column(every["digests/rows"])[picked].tolist()
     columns = {name: schema.read_column(every[f"files/{name}"])[picked] for name in schema.FILE_COLUMNS}
     paths = columns["path"].tolist()
     names = (
@@ -706,22 +750,31 @@ def _compare_rows(
     step = int(np.clip(_SAMPLE_BYTES // (8 * spec.n_samples), usable_cores(), 64))
     with ThreadPoolExecutor(usable_cores()) as pool:
         for start in range(0, len(picked), step):
-            some = list[_Checked]()
+            some, found = list[_Checked](), _Verdicts()
             with folder.local(paths[start : start + step]) as files:
                 for i, row in enumerate(picked[start : start + step].tolist(), start):
                     name = f"row {row} ({errors.show_path(paths[i])})"
                     facts, from_name = ({n: x[i] for n, x in table.items()} for table in (columns, names))
-                    source = _find_source(name, facts, from_name, folder, files[paths[i]], spec, report)
-                    if source is not None:
+                    file = files[paths[i]]
+                    before = _still_holds(early.get(paths[i]), file, digests[i])
+                    known = before.source if before else None
+                    source = _find_source(name, facts, from_name, folder, file, spec, report, known)
+                    if source is not None and before:
+                        found.append((name, before.verdict))
+                    elif source is not None:
                         some.append((row, name, source))
             if schema.WAVEFORMS in f:
                 report.problems += _wrong_waveforms(f, spec, some)
             n = min(_ROWS_PER_TASK, -(-len(some) // usable_cores()) or 1)
             tasks = [some[i : i + n] for i in range(0, len(some), n)]
-            for largest, problems in pool.map(partial(_check_rows, f[schema.ROWS], spec), tasks):
-                report.max_abs_db = max(report.max_abs_db, largest)
-                report.problems += problems
-            report.checked += len(some)
+            found += chain.from_iterable(pool.map(partial(_check_rows, f[schema.ROWS], spec), tasks))
+            report.max_abs_db = max([report.max_abs_db, *(v.max_abs_db for _, v in found)])
+            report.problems += [
+                f"{name} differs from the reference in {v.n_wrong} of {v.n_values} values, by up to {v.max_abs_db:.3g} dB"
+                for name, v in found
+                if not v.ok
+            ]
+            report.checked += len(found)
             progress(min(start + step, len(picked)), len(picked))
 
 # %% ../../nbs/dataset/verify.ipynb #5d21f4bc
@@ -762,6 +815,7 @@ def _check_origin(
     table: tables.NameTable | None,
     is_changed: Callable[[bytes], bool],
     progress: Callable[[int, int], None],
+    early: Mapping[bytes, EarlyCheck],
 ) -> None:
     "Compare labels with the table, a sample of rows with their recordings, and all names with the folder."
     naming, paths = Naming.from_json(f.attrs["naming_json"]), columns["files/path"]
@@ -790,7 +844,7 @@ def _check_origin(
         )
         if len(picked):
             report.scope = "against the sources"
-        _compare_rows(f, naming, folder, spec, columns, picked, progress, report)
+        _compare_rows(f, naming, folder, spec, columns, picked, progress, report, early)
         report.problems += rejected_problems(
             columns,
             folder,
@@ -812,7 +866,7 @@ def check_data_set(
     *,
     root: str | os.PathLike | None,
     sample: int | None,
-    # False: this process has just written the file
+    # False: this process has just written the file, and read its bytes back
     examine: bool = True,
     accounting: bool = True,
     unread: np.ndarray | None = None,  # [n_rows] bool, rows to compare with their digests; None: all
@@ -821,6 +875,7 @@ def check_data_set(
     columns: Mapping[str, str] | str | None = None,  # columns of the table, as for `scan`
     is_changed: Callable[[bytes], bool] = lambda path: False,  # a rejected file, since it was listed
     progress: Callable[[int, int], None] = lambda checked, wanted: None,  # called while rows are compared
+    early: Mapping[bytes, EarlyCheck] | None = None,  # by the path of the recording
 ) -> VerifyReport:
     "Verify a data set during a build; raises MachineError, MemoryError, UsageError, and DataError of the table instead of reporting bad rows."
     check_sample(sample)
@@ -830,9 +885,21 @@ def check_data_set(
     report = VerifyReport(os.fspath(path), labels_compared=False)
     try:
         with damage_errors(path), schema.open_file(path, examine=examine) as f:
-            found = _check_integrity(f, report, unread)
+            found = _check_integrity(f, report, unread, examine)
             if not report.problems:
-                _check_origin(f, found, report, root, sample, accounting, edges, names, is_changed, progress)
+                _check_origin(
+                    f,
+                    found,
+                    report,
+                    root,
+                    sample,
+                    accounting,
+                    edges,
+                    names,
+                    is_changed,
+                    progress,
+                    early or {},
+                )
     except errors.LeakmelError as e:
         if isinstance(e, errors.MachineError) or e.code == "table-not-used":
             raise

@@ -187,8 +187,8 @@ def _copy_around(
     fd: int,
     path: Path,  # of `fd`
     written: Sequence[tuple[int, int]],  # begin and end of bytes that `fd` holds, in order
-) -> None:  # raises OSError, SpaceError
-    "Copy all other bytes of a file in memory to the same places of a file, and give it the same size."
+) -> None:  # raises OSError, SpaceError, VerifyError
+    "Copy all other bytes of a file in memory to the same places of a file, read them back, and give it the same size."
     with open(memory, "rb") as source:
         size = os.fstat(source.fileno()).st_size
         os.ftruncate(fd, size)
@@ -196,7 +196,14 @@ def _copy_around(
         at = 0
         for begin, end in (*written, (size, size)):
             for start in range(at, begin, _COPY_BYTES):
-                write_at(fd, os.pread(source.fileno(), min(_COPY_BYTES, begin - start), start), start)
+                block = os.pread(source.fileno(), min(_COPY_BYTES, begin - start), start)
+                write_at(fd, block, start)
+                stored = np.empty(len(block), np.uint8)
+                read_at(fd, stored, start)
+                if stored.tobytes() != block:
+                    raise VerifyError(
+                        "the file does not hold the metadata that were written", code="wrong-rows", path=path
+                    )
             at = end
 
 # %% ../../nbs/dataset/writer.ipynb #527ae5c2

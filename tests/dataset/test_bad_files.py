@@ -554,6 +554,7 @@ def test_folder_that_disappears_during_listing_is_an_error(
         return real(entry, *more)
 
     monkeypatch.setattr(listing, "_entry_stat", gone)
+    monkeypatch.setattr(listing, "_MIN_BATCH", 1000)  # each entry is examined by Python
     with pytest.raises(
         LeakmelError,
         match=r"LEAK: .*listing a folder \(ESTALE\)|LEAK: the folder cannot be listed \(ENOENT\)",

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from leakmel.dataset import job as waveforms
 from leakmel.dataset import publish, verify
 from leakmel.dataset.job import Job
 from leakmel.dataset.pipeline import PipelineConfig
-from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
-from leakmel.dataset.verify import VerifyReport, pick_rows
+from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest, stored_spec
+from leakmel.dataset.verify import EarlyCheck, Source, VerifyReport, check_early, pick_rows
 from leakmel.dataset.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.spec import reference_log_mel
@@ -148,6 +149,66 @@ def test_sample_includes_extreme_rows():
         rows = pick_rows(n, 64, np.zeros(n, np.int16), np.zeros(n))
         assert len(rows) == len(set(rows.tolist())) == min(n, 64)
         assert (np.diff(rows) > 0).all()
+
+
+def test_most_of_a_sample_is_known_before_the_levels_are():
+    "A build compares these rows while others are computed."
+    labels, level = np.zeros(10_000, np.int16), np.random.default_rng(0).normal(size=10_000)
+    before = set(pick_rows(10_000, 64, labels, np.zeros(1)).tolist())
+    assert len(before & set(pick_rows(10_000, 64, labels, level, (63, 64, 127, 128)).tolist())) >= 58
+
+
+# ---- rows compared before the file was complete
+
+
+@pytest.fixture
+def early(data, file) -> dict[bytes, EarlyCheck]:
+    "The comparison of each row, with one that is wrong."
+    with h5py.File(file) as f:
+        columns = f["files/path"][:].tolist(), f["segments_mel"][:], f["digests/rows"][:].tolist()
+        spec = stored_spec(f)
+    found = dict[bytes, EarlyCheck]()
+    for path, row, digest in zip(*columns, strict=True):
+        check = check_early(os.fsencode(data) + b"/" + path, row[None], digest, spec)
+        assert check is not None
+        assert check.verdict.ok
+        found[path] = check
+    assert len(found) == N
+    name = sorted(found)[7]
+    found[name] = replace(found[name], verdict=replace(found[name].verdict, n_wrong=3))
+    return found
+
+
+def checked(file: Path, data: Path, early: dict[bytes, EarlyCheck]) -> VerifyReport:
+    return verify.check_data_set(file, root=data, sample=None, early=early)
+
+
+def test_rows_compared_early_are_not_computed_again(data, file, early, monkeypatch):
+    monkeypatch.setattr(verify, "expected_bounds", lambda *a: pytest.fail("a row was computed again"))
+    bad(checked(file, data, early), "3 of")
+
+
+def test_rows_are_compared_again_where_an_early_check_does_not_hold(data, file, early):
+    "That of another row, another recording, or a recording that was touched since."
+    name = next(name for name, check in early.items() if not check.verdict.ok)
+    for known in (
+        early | {name: replace(early[name], digest=b"0" * 32)},
+        early | {name: replace(early[name], stamp=(0, 0, 0))},
+        {other: check for other, check in early.items() if other != name},
+    ):
+        report = checked(file, data, known)
+        assert report.ok, report.problems
+        assert report.checked == N
+    os.utime(os.fsencode(data) + b"/" + name, ns=(1, 1))
+    assert checked(file, data, early).ok
+
+
+def test_columns_are_compared_with_what_was_read_early(data, file, early, monkeypatch):
+    "The facts of each row are those of its recording, as without an early check."
+    name = sorted(early)[3]
+    source = early[name].source
+    early[name] = replace(early[name], source=Source(b"0" * 32, source.facts, None, None))
+    bad(checked(file, data, early), "has changed since the row was computed")
 
 
 # ---- rows
