@@ -191,7 +191,11 @@ def make_case(
     samples = np.stack([a[first : first + half], b]) * 10 ** rng.uniform(-1, 1, (2, 1))
     known = [s.speed_m_s * rng.uniform(0.98, 1.02) for s in sections]
     true = position if kind == "leak" else None
-    flags = {"has_hum": bool(has_hum), "has_tap": bool(has_tap), "has_branch": bool(has_branch and kind != "none")}
+    flags = {
+        "has_hum": bool(has_hum),
+        "has_tap": bool(has_tap),
+        "has_branch": bool(has_branch and kind != "none"),
+    }
     return Case(kind, sections, true, samples, known, snr_db, clock_s=clock, drift=drift, **flags)
 
 
@@ -202,3 +206,31 @@ def _resampled(x: np.ndarray, at: np.ndarray) -> np.ndarray:
     distance = (at - base)[:, None] - steps
     weights = np.sinc(distance) * np.cos(np.pi * distance / 34) ** 2
     return (x[base[:, None] + steps] * weights).sum(axis=1)
+
+
+def make_night(
+    seed: int,
+    section: Section,
+    places_m: list[float],  # of loggers on one pipe
+    position_m: float | None,  # of the leak
+    *,
+    snr_db: float = 6.0,
+    clock_s: float = 0.5e-3,
+) -> np.ndarray:  # [loggers, N] float64
+    """Make the recordings of several loggers on one pipe in one night."""
+    rng = np.random.default_rng([seed, 3])
+    n = 2 * round(DURATION_S * RATE)
+    f = np.fft.rfftfreq(n, 1 / RATE)
+    source = np.fft.rfft(rng.standard_normal(n)) * (f > 12) / np.sqrt(1 + (f / 1200) ** 4)
+    made = []
+    arrived = [
+        0 * f if position_m is None else source * _passed([section], position_m, y, f) for y in places_m
+    ]
+    # the noise is that of the logger in the middle
+    power = np.median([(np.abs(x) ** 2).sum() for x in arrived])
+    for x in arrived:
+        noise = _noise(rng, n, f)
+        gain = np.sqrt(10 ** (snr_db / 10) * (np.abs(noise) ** 2).sum() / power) if power else 0.0
+        delayed = (noise + gain * x) * np.exp(-2j * np.pi * f * clock_s * rng.standard_normal())
+        made.append(np.fft.irfft(delayed, n)[n // 4 : n // 4 + n // 2])
+    return np.stack(made)

@@ -21,6 +21,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from scipy import fft, ndimage, signal, special
 
 from leakmel.core.errors import DataError, UsageError, require_choice
+from leakmel.extras.locate.sections import SHARES
 from leakmel.pages.plots import MAX_POINTS, Trace, apply_style, f32, label_colour, styled_subplots
 from leakmel.recordings.naming import iso_time, parse_name
 from leakmel.recordings.wav import Recording, digest_of, read_wav
@@ -62,10 +63,22 @@ class WaveSpeed:
     wall_mm: float
 
     @property
+    def measured_m_s(self) -> tuple[float, float]:
+        "Range in which speeds on pipes in the ground are found: -12 to 35 % of the formula in plastics, -15 to 6 % in others."
+        low, high = (0.88, 1.35) if self.material in ("pvc", "pe", "pex") else (0.85, 1.06)
+        return low * self.speed_m_s, high * self.speed_m_s
+
+    @property
     def range_m_s(self) -> tuple[float, float]:
-        "Speeds that are to be expected: the range of material and soil, and at least 4 % to each side."
-        least = 0.04 * self.speed_m_s  # for joints, restraint and the temperature of the water
-        return min(self.low_m_s, self.speed_m_s - least), max(self.high_m_s, self.speed_m_s + least)
+        "Speeds that are to be expected: the range of material and soil, and that of pipes in the ground."
+        low, high = self.measured_m_s
+        return min(self.low_m_s, low), max(self.high_m_s, high)
+
+    @property
+    def quantiles_m_s(self) -> np.ndarray:
+        "Quantiles `sections.SHARES` of the speed, [65]: equally likely in the measured range, 2 % to each side of it."
+        low, high = self.range_m_s
+        return np.interp(SHARES, [0, 0.02, 0.98, 1], [0.999 * low, *self.measured_m_s, 1.001 * high])
 
     @property
     def error_m_s(self) -> float:

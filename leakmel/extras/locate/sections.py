@@ -8,8 +8,7 @@ __all__ = []
 # %% ../../../nbs/extras/locate/sections.ipynb #5ec00002
 import math
 from collections import namedtuple
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -160,6 +159,17 @@ def recording_spectra(
         rate, freqs, values * np.sqrt(scale).astype(np.float32), (power * scale).sum(axis=0), tones
     )
 
+
+def common_segments(x: Spectra, y: Spectra) -> tuple[Spectra, Spectra]:
+    "Cut the spectra of two recordings of different length to the same number of segments."
+    n = min(len(x.values), len(y.values))
+    return tuple(  # type: ignore[return-value]
+        z
+        if len(z.values) == n
+        else replace(z, values=z.values[:n], power=(np.abs(z.values[:n]) ** 2).sum(axis=0))
+        for z in (x, y)
+    )
+
 # %% ../../../nbs/extras/locate/sections.ipynb #5ec0000c
 NEIGHBOURS = 9  # frequencies over which the coherence is averaged
 COHERENT = 2.5  # coherence of frequencies that are used, over that of unrelated noise
@@ -219,6 +229,7 @@ CLOCK_RATE_ERROR = 20e-6
 # at `verdict` "found": delay (arrival at a - arrival at b) at `centre_hz` and its standard error without clocks, s; drift of the clocks, s/s;
 # height of the correlogram and what is needed, in standard deviations; correlogram at 129 delays from -most_s to most_s, 1: its highest
 PairDelay = namedtuple("PairDelay", "verdict delay_s error_s centre_hz drift height needed curve")
+NO_DELAY = PairDelay("none", 0.0, 0.0, REFERENCE_HZ, 0.0, 0.0, 0.0, np.zeros(129))
 
 
 def _correlogram(x: Cross, route: Route, rate: int, most_s: float) -> tuple[np.ndarray, np.ndarray]:
@@ -309,12 +320,10 @@ def pair_delay(
     'Find the delay between two recordings. Verdict: "found", "none", "hum", "same-recording" or "clock" (rates that differ).'
     cross = cross_of(x, y)
     if cross.coherence > 0.999:
-        return PairDelay("same-recording", 0.0, 0.0, REFERENCE_HZ, 0.0, 0.0, 0.0, np.zeros(129))
+        return NO_DELAY._replace(verdict="same-recording")
     weights, omega = cross.weights, 2 * np.pi * cross.freqs_hz
     if not weights.any():
-        return PairDelay(
-            "hum" if cross.has_tones else "none", 0.0, 0.0, REFERENCE_HZ, 0.0, 0.0, 0.0, np.zeros(129)
-        )
+        return NO_DELAY._replace(verdict="hum" if cross.has_tones else "none")
     most_s = 1.25 * route.most_s + 4 * clock_error_s
     delays, heights = _correlogram(cross, route, x.rate, most_s)
     at, height = float(delays[heights.argmax()]), float(heights.max())
@@ -325,7 +334,8 @@ def pair_delay(
     times = [s.length_m / s.usual_m_s for s in route.sections]
     loss = float(np.average([s.loss for s in route.sections], weights=times))
     first = at * (1 - loss * math.log(centre_hz / REFERENCE_HZ))
-    used = Cross(**(vars(cross) | _only(cross, weights > 0)))
+    kept = weights > 0
+    used = replace(cross, freqs_hz=cross.freqs_hz[kept], groups=cross.groups[:, kept], weights=weights[kept])
     delay_s, drift, z = _fit(used, route, first, centre_hz)
     verdict = "found"
     height = z.real.sum() / math.sqrt((weights**2).sum() / 2 * CORRELATED)
@@ -334,11 +344,6 @@ def pair_delay(
     elif abs(drift) > 4 * CLOCK_RATE_ERROR:
         verdict = "clock"
     return PairDelay(verdict, delay_s, _error(used, z), centre_hz, drift, height, needed, shown)
-
-
-def _only(x: Cross, kept: np.ndarray) -> dict[str, np.ndarray]:
-    "Return the frequencies of a cross-spectrum that are kept."
-    return {"freqs_hz": x.freqs_hz[kept], "groups": x.groups[:, kept], "weights": x.weights[kept]}
 
 # %% ../../../nbs/extras/locate/sections.ipynb #5ec00010
 # probability that the source lies between the loggers, before and from which on it is called a leak
