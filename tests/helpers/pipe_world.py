@@ -5,7 +5,8 @@ A wave is lossy by the constant-Q model in the closed form of Kjartansson (1979,
 Journal of Sound and Vibration 277, 133-148): Q = 1 / (2 * 479 * 7.25e-5) = 14. Q of metals is an estimate.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,6 @@ class Case:
     has_branch: bool = False
     clock_s: float = 0.0
     drift: float = 0.0
-    more: dict = field(default_factory=dict)
 
     @property
     def length_m(self) -> float:
@@ -191,7 +191,7 @@ def make_case(
     samples = np.stack([a[first : first + half], b]) * 10 ** rng.uniform(-1, 1, (2, 1))
     known = [s.speed_m_s * rng.uniform(0.98, 1.02) for s in sections]
     true = position if kind == "leak" else None
-    flags = {
+    flags: dict[str, Any] = {
         "has_hum": bool(has_hum),
         "has_tap": bool(has_tap),
         "has_branch": bool(has_branch and kind != "none"),

@@ -11,17 +11,17 @@ import math
 import os
 import sqlite3
 from collections import Counter, defaultdict, namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import signal, special
+from scipy import signal, sparse, special
 
 from leakmel.core.errors import (
     DataError,
@@ -31,9 +31,8 @@ from leakmel.core.errors import (
     how_many,
     show_path,
     text_key,
-    write_error,
 )
-from leakmel.core.files import OutputLock, write_whole
+from leakmel.core.files import OutputLock, write_errors, write_whole
 from leakmel.core.monitor import usable_cores
 from leakmel.core.progress import Progress
 from leakmel.detector.predict.scoring import find_recordings
@@ -52,13 +51,8 @@ METAL_M_S = 800.0  # a pipe in which the wave is faster is not of plastic
 _SIZE = ("material", "diameter_mm", "wall_mm")
 
 
-@dataclass(frozen=True, eq=False)
-class Pair:
-    "Two loggers and the pipes between them."
-
-    a: str
-    b: str
-    route: Route
+# names of two loggers, and the `Route` from a to b
+Pair = namedtuple("Pair", "a b route")
 
 
 def section_of(length_m: float, speed: float | WaveSpeed) -> Section:
@@ -97,7 +91,7 @@ def read_pairs(file: str | os.PathLike) -> list[Pair]:
     found: dict[tuple[str, str], list[Section]] = defaultdict(list)
     table = csv_table(path, read_text(path), ["a", "b", "length_m", "speed_m_s", *_SIZE])
     for line, cells in table.records("a", "b", "length_m"):
-        a, b = text_key(cells["a"]), text_key(cells["b"])
+        a, b = (text_key(cells[end]) for end in "ab")
         try:
             if not a or not b or a == b or (b, a) in found:
                 raise ValueError("a and b must be two loggers, in the same order in all rows of the pair")
@@ -162,39 +156,37 @@ class _Reader:
         samples = found.samples[:, 0].astype(np.float32)
         if not len(samples) or samples.min() == samples.max():
             raise DataError("all samples of the recording are equal", code="silent-recording", path=path)
-        if not np.isfinite(samples).all():
-            raise DataError("the recording has samples that are not finite", code="nonfinite", path=path)
         return samples, found.sample_rate
 
-    def _spectra(self, path: str, skip_s: float, rate: int, most_s: float) -> sections.Spectra:
-        "Return the spectra of a recording without its first seconds, at a rate; raises LeakmelError."
+    def _spectra(self, path: str, skip_s: float, rate: int, n: int) -> sections.Spectra:
+        "Return the spectra of segments of n samples of a recording without its first seconds, at a rate; raises LeakmelError."
         samples, own = self.samples(path)
         if own != rate:
             divisor = math.gcd(own, rate)
             samples = signal.resample_poly(samples, rate // divisor, own // divisor)
-        samples = samples[round(skip_s * rate) :]
-        return sections.recording_spectra(samples, rate, sections.segment_length(most_s, rate, len(samples)))
+        return sections.recording_spectra(samples[round(skip_s * rate) :], rate, n)
 
     def delay(self, pair: Pair, a: str, b: str, offset_s: float, clock_error_s: float) -> sections.PairDelay:
         "Correlate two recordings, of which b starts later by an offset; raises LeakmelError."
-        (x, first), (y, second) = self.samples(a), self.samples(b)
-        if len(x) == len(y) and np.array_equal(x, y):
-            return sections.NO_DELAY._replace(verdict="same-recording")
+        x, first = self.samples(a)
+        y, second = self.samples(b)
         rate = min(first, second)
-        most_s = 2 ** math.ceil(math.log2(pair.route.most_s))  # pairs of similar length share spectra
-        left = self.spectra(a, max(0.0, offset_s), rate, most_s)
-        right = self.spectra(b, max(0.0, -offset_s), rate, most_s)
+        common_s = min(len(x) / first, offset_s + len(y) / second) - max(0.0, offset_s)
+        n = sections.segment_length(pair.route.most_s, rate, int(common_s * rate))
+        left = self.spectra(a, max(0.0, offset_s), rate, n)
+        right = self.spectra(b, max(0.0, -offset_s), rate, n)
         found = sections.pair_delay(*sections.common_segments(left, right), pair.route, clock_error_s)
-        rounding_s = round(abs(offset_s) * rate) / rate * np.sign(offset_s) - offset_s
-        return found._replace(delay_s=found.delay_s + rounding_s)
+        # what is left of the offset
+        return found._replace(delay_s=found.delay_s + round(offset_s * rate) / rate - offset_s)
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100008
-STATE_FILE, EVENTS_FILE = "pairs.sqlite", "events.geojson"
+STATE_FILE = "pairs.sqlite"
+EVENTS_FILE = "events.geojson"
 _APPLICATION_ID = 0x6C6D7031  # "lmp1"
 _SCHEMA = (
     "CREATE TABLE nights (a TEXT, b TEXT, night TEXT, verdict TEXT NOT NULL, delay_s REAL NOT NULL, error_s REAL NOT NULL, "
     "centre_hz REAL NOT NULL, drift REAL NOT NULL, curve BLOB NOT NULL, PRIMARY KEY (a, b, night)) STRICT, WITHOUT ROWID",
-    "CREATE TABLE speeds (line TEXT PRIMARY KEY, pipe TEXT NOT NULL, n_pairs INTEGER NOT NULL, quantiles_m_s TEXT NOT NULL) STRICT",
+    "CREATE TABLE speeds (line TEXT, pipe TEXT, n_pairs INTEGER NOT NULL, quantiles_m_s TEXT NOT NULL, PRIMARY KEY (line, pipe)) STRICT",
     f"PRAGMA application_id = {_APPLICATION_ID}",
 )
 _COMMIT = 256  # pairs between two writes to the disk
@@ -206,10 +198,8 @@ NightRow = namedtuple("NightRow", "night verdict delay_s error_s centre_hz drift
 def _state(folder: Path) -> Iterator[sqlite3.Connection]:
     "Open the state, a new one where there is none, and lock it; raises DataError, OutputError."
     path = folder / STATE_FILE
-    try:
+    with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise write_error(e, folder) from e
     try:
         with OutputLock(path), closing(sqlite3.connect(path, isolation_level=None)) as db:
             db.execute("PRAGMA trusted_schema = OFF")
@@ -219,17 +209,13 @@ def _state(folder: Path) -> Iterator[sqlite3.Connection]:
             if db.execute("PRAGMA application_id").fetchone() != (_APPLICATION_ID,):
                 raise sqlite3.DatabaseError("another program wrote it")
             yield db
-    except sqlite3.OperationalError as e:
-        raise OutputError(
-            "the state of the pairs cannot be written", code="write-failed", path=path, found=e
-        ) from e
     except sqlite3.Error as e:
         raise DataError(
-            "this is not a state of pairs, or it is damaged",
+            "the state of the pairs cannot be used",
             code="invalid-history",
             path=path,
             found=e,
-            remedy="restore the state folder from a backup, or name a new folder: the nights are then correlated again",
+            remedy="check the room on the disk, restore the folder from a backup, or name a new one: the nights are then correlated again",
         ) from e
 
 
@@ -239,15 +225,6 @@ def nights_of(db: sqlite3.Connection, pair: Pair) -> list[NightRow]:
     return [NightRow(*row) for row in db.execute(sql, (pair.a, pair.b))]
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100009
-def _work(
-    pairs: Sequence[Pair], night: str, of_sensor: Mapping[str, Sequence[_Timed]], known: set[tuple[str, str]]
-) -> Iterator[tuple[Pair, tuple[str, str, float]]]:
-    "Yield the pairs of a night that have two recordings and no row yet."
-    for pair in pairs:
-        if (pair.a, pair.b) not in known and pair.a in of_sensor and pair.b in of_sensor:
-            yield pair, _together(of_sensor[pair.a], of_sensor[pair.b])
-
-
 def _add_nights(
     db: sqlite3.Connection,
     pairs: Sequence[Pair],
@@ -270,7 +247,12 @@ def _add_nights(
     with ThreadPoolExecutor(usable_cores()) as pool:
         for night in sorted(nights):
             known = {*db.execute("SELECT a, b FROM nights WHERE night = ?", (night,))}
-            jobs = [*_work(pairs, night, nights[night], known)]
+            own = nights[night]
+            jobs = [
+                (pair, _together(own[pair.a], own[pair.b]))
+                for pair in pairs
+                if (pair.a, pair.b) not in known and pair.a in own and pair.b in own
+            ]
             for first in range(0, len(jobs), _COMMIT):
                 part = jobs[first : first + _COMMIT]
                 rows = []
@@ -279,8 +261,7 @@ def _add_nights(
                         problems[" ".join(str(found).split())[:300]] += 1
                         continue
                     curve = (127 * np.clip(found.curve, -1, 1)).astype(np.int8).tobytes()
-                    values = (found.delay_s, found.error_s, found.centre_hz, found.drift)
-                    rows.append((pair.a, pair.b, night, found.verdict, *map(float, values), curve))
+                    rows.append((pair.a, pair.b, night, found.verdict, *map(float, found[1:5]), curve))
                 db.execute("BEGIN IMMEDIATE")
                 db.executemany("INSERT INTO nights VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
                 db.execute("COMMIT")
@@ -290,8 +271,8 @@ def _add_nights(
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000b
 FALSE_SHARE = 0.02  # of pair-nights without a source, that have a delay
-# nights that agree, and all that could have; delay and its standard error with clocks, s; its frequency, Hz
-Repeat = namedtuple("Repeat", "k n delay_s error_s centre_hz")
+# nights that agree, and all that could have; delay and its standard error with clocks, s; its frequency, Hz; probability of as many without a source
+Repeat = namedtuple("Repeat", "k n delay_s error_s centre_hz by_chance")
 
 
 def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> Repeat | None:
@@ -309,32 +290,19 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     # the clocks differ by another amount each night; an echo is the same every night
     error_s = math.hypot(float(np.median([r.error_s for r in found])), clock_error_s / math.sqrt(k))
     hz = float(np.exp(np.mean([math.log(r.centre_hz) for r, x in zip(found, own, strict=True) if x])))
-    return Repeat(k, n, float(np.average(delays[own], weights=weights)), error_s, hz)
-
-
-def is_event(found: Repeat, most_s: float, clock_error_s: float, budget: float) -> bool:
-    "Whether nights without a source would agree so often less than `budget` times in 1,000 pair-nights."
-    window_s = 2.5 * math.sqrt(2) * math.hypot(found.error_s, clock_error_s)
-    share = min(1.0, window_s / most_s)
-    by_chance = float(special.bdtrc(found.k - 1, found.n, FALSE_SHARE * share)) / share
-    return found.k > 1 and by_chance < budget / 1000
+    share = min(1.0, 2.5 * math.sqrt(2) * float(np.median(errors)) / most_s)
+    by_chance = float(special.bdtrc(k - 1, n, FALSE_SHARE * share)) / share
+    return Repeat(k, n, float(np.average(delays[own], weights=weights)), error_s, hz, by_chance)
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000d
-_GRID = (np.arange(2000) + 0.5) / 2000
-
-
 def lines_of(pairs: Iterable[Pair]) -> dict[str, str]:
     "Return logger -> first logger of its line: loggers that pairs join."
-    line: dict[str, str] = {}
-
-    def first(name: str) -> str:
-        while line.setdefault(name, name) != name:
-            line[name] = name = line[line[name]]
-        return name
-
-    for pair in pairs:
-        line[first(pair.b)] = first(pair.a)
-    return {name: first(name) for name in [*line]}
+    ends = np.array([(pair.a, pair.b) for pair in pairs])
+    names, places = np.unique(ends, return_inverse=True)
+    joined = sparse.coo_array((np.ones(len(ends)), places.reshape(-1, 2).T), (len(names), len(names)))
+    _, number = sparse.csgraph.connected_components(joined, directed=False)
+    _, first = np.unique(number, return_index=True)
+    return {str(name): str(names[first[k]]) for name, k in zip(names, number, strict=True)}
 
 
 def posterior_speeds(
@@ -342,7 +310,7 @@ def posterior_speeds(
     delays: Iterable[tuple[float, Repeat]],  # of pairs of this pipe alone: length, m, and delay
 ) -> np.ndarray:  # [65] m/s
     "Return the quantiles SHARES of the speed of a pipe after the delays of its pairs."
-    speeds = np.interp(_GRID, sections.SHARES, section.speeds_m_s)
+    speeds = np.interp((np.arange(2000) + 0.5) / 2000, sections.SHARES, section.speeds_m_s)
     logs = np.zeros(len(speeds))
     for length_m, found in delays:
         rise = 1 - section.loss * math.log(found.centre_hz / sections.REFERENCE_HZ)
@@ -357,16 +325,8 @@ def posterior_speeds(
     return np.interp(sections.SHARES, (weights.cumsum() - weights / 2) / weights.sum(), speeds)
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000e
-@dataclass(frozen=True, eq=False)
-class PipeSpeed:
-    "Speed of the pipes of one name on a line."
-
-    line: str  # loggers joined by pairs, named by the first
-    pipe: str
-    low_m_s: float  # 95 % interval
-    speed_m_s: float
-    high_m_s: float
-    n_pairs: int  # whose delays tell
+# speed of the pipes of one name on a line, the loggers that pairs join, named by the first: 95 % interval and median; pairs whose delays tell
+PipeSpeed = namedtuple("PipeSpeed", "line pipe low_m_s speed_m_s high_m_s n_pairs")
 
 
 def _update_speeds(
@@ -377,57 +337,35 @@ def _update_speeds(
     told: dict[tuple[str, str], list[tuple[float, Repeat]]] = defaultdict(list)
     first: dict[tuple[str, str], Section] = {}
     for pair in pairs:
-        names = {s.pipe for s in pair.route.sections}
-        for s in pair.route.sections:
+        s, *others = pair.route.sections
+        found = repeat_of(nights_of(db, pair), pair.route.most_s, clock_error_s)
+        if found and all(other.pipe == s.pipe for other in others):
             first.setdefault((line[pair.a], s.pipe), s)
-        if len(names) == 1:
-            found = repeat_of(nights_of(db, pair), pair.route.most_s, clock_error_s)
-            if found is not None:
-                told[line[pair.a], *names].append((pair.route.length_m, found))
+            told[line[pair.a], s.pipe].append((pair.route.length_m, found))
     new = {key: posterior_speeds(first[key], delays) for key, delays in told.items()}
-    middle = len(sections.SHARES) // 2
     shown = [
-        PipeSpeed(*key, float(v[1]), float(v[middle]), float(v[-2]), len(told[key])) for key, v in new.items()
+        PipeSpeed(*key, float(v[1]), float(v[len(v) // 2]), float(v[-2]), len(told[key]))
+        for key, v in new.items()
     ]
-    rows = [
-        (f"{s.line}: {s.pipe}", s.pipe, s.n_pairs, json.dumps(new[s.line, s.pipe].round(2).tolist()))
-        for s in shown
-    ]
+    rows = [(*key, len(told[key]), json.dumps(v.round(2).tolist())) for key, v in new.items()]
     db.executemany("INSERT OR REPLACE INTO speeds VALUES (?, ?, ?, ?)", rows)
-    after = [
-        replace(
-            pair,
-            route=Route(
-                tuple(
-                    replace(s, speeds_m_s=new.get((line[pair.a], s.pipe), s.speeds_m_s))
-                    for s in pair.route.sections
-                )
-            ),
-        )
-        for pair in pairs
-    ]
-    return after, shown
+
+    def told_section(pair: Pair, s: Section) -> Section:
+        return replace(s, speeds_m_s=new.get((line[pair.a], s.pipe), s.speeds_m_s))
+
+    routes = (Route(tuple(told_section(pair, s) for s in pair.route.sections)) for pair in pairs)
+    return [pair._replace(route=route) for pair, route in zip(pairs, routes, strict=True)], shown
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100010
-@dataclass(frozen=True)
-class PairRow:
-    "What all nights say of a pair."
-
-    a: str
-    b: str
-    length_m: float
-    position_m: float | None  # from a along the pipe
-    low_m: float | None  # 95 % interval
-    high_m: float | None
-    verdict: str  # leak, outside, none, hum, same-recording or clock: of the event, else of the last night
-    n_nights: int  # that are stored
-    event: str | None  # a sentence on a place that repeats
+# what all nights say of a pair: loggers and length of the pipe; position from a and 95 % interval, m, or None; verdict leak, outside, none, hum,
+# same-recording or clock, of the event, else of the last night; nights that are stored; sentence on a place that repeats, or None
+PairRow = namedtuple("PairRow", "a b length_m position_m low_m high_m verdict n_nights event")
 
 
 def _row(pair: Pair, rows: Sequence[NightRow], clock_error_s: float, budget: float) -> PairRow:
     "Return the row of a pair with its nights."
     found = repeat_of(rows, pair.route.most_s, clock_error_s)
-    is_repeated = found is not None and is_event(found, pair.route.most_s, clock_error_s, budget)
+    is_repeated = found is not None and found.k > 1 and found.by_chance < budget / 1000
     last = rows[-1]
     if found is None or (not is_repeated and last.verdict != "found"):
         return PairRow(pair.a, pair.b, pair.route.length_m, None, None, None, last.verdict, len(rows), None)
@@ -447,19 +385,18 @@ def _row(pair: Pair, rows: Sequence[NightRow], clock_error_s: float, budget: flo
 
 def events_geojson(rows: Iterable[PairRow], places: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
     "Return events as lines from the low to the high end, where both loggers have a longitude and a latitude; pipes are taken as straight."
-    features = []
-    for row in rows:
-        if row.event and row.a in places and row.b in places:
-            ends = np.array([places[row.a], places[row.b]])
-            shares = np.array([row.low_m, row.high_m]) / row.length_m
-            line = ends[0] + shares[:, None] * (ends[1] - ends[0])
-            features.append(
-                {
-                    "type": "Feature",
-                    "geometry": {"type": "LineString", "coordinates": line.round(7).tolist()},
-                    "properties": asdict(row),
-                }
-            )
+
+    def line(row: PairRow) -> dict[str, Any]:
+        ends = np.array([places[row.a], places[row.b]])
+        shares = np.array([[row.low_m], [row.high_m]]) / row.length_m
+        points = ends[0] + shares * (ends[1] - ends[0])
+        return {"type": "LineString", "coordinates": points.round(7).tolist()}
+
+    features = [
+        {"type": "Feature", "geometry": line(row), "properties": row._asdict()}
+        for row in rows
+        if row.event and row.a in places and row.b in places
+    ]
     return {"type": "FeatureCollection", "features": features}
 
 
@@ -475,29 +412,25 @@ class PairsRun:
     problems: Mapping[str, int]  # what was wrong -> how many pair-nights or pairs
 
     @property
-    def events(self) -> tuple[PairRow, ...]:
-        "Pairs with a place that repeats."
-        return tuple(row for row in self.pairs if row.event)
-
-    @property
     def summary(self) -> dict[str, Any]:
         "Return the result as plain values."
         return {
             "folder": show_path(self.folder),
             "state": show_path(self.state),
-            "pairs": [asdict(row) for row in self.pairs],
-            "speeds": [asdict(s) for s in self.speeds],
+            "pairs": [row._asdict() for row in self.pairs],
+            "speeds": [s._asdict() for s in self.speeds],
             "n_added": self.n_added,
             "problems": dict(self.problems),
         }
 
+    @property
     def lines(self) -> list[str]:
-        "Return events, counts, problems and speeds as lines."
+        "Events, counts, problems and speeds as lines."
         kinds = Counter(row.verdict for row in self.pairs)
         counts = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()) or "no night"
         return [
             f"{how_many(len(self.pairs), 'pair')}: {counts}; {how_many(self.n_added, 'new pair-night')}",
-            *(str(row.event) for row in self.events),
+            *(row.event for row in self.pairs if row.event),
             *(f"{text} ({how_many(n, 'pair')})" for text, n in self.problems.items()),
             *(
                 f"{s.pipe}, line of {s.line}: {s.speed_m_s:.0f} m/s ({s.low_m_s:.0f} to {s.high_m_s:.0f}), by {how_many(s.n_pairs, 'pair')}"
@@ -506,7 +439,7 @@ class PairsRun:
         ]
 
     def __repr__(self) -> str:
-        return "\n".join(self.lines())
+        return "\n".join(self.lines)
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100012
 def correlate_pairs(
@@ -544,15 +477,13 @@ def correlate_pairs(
             code="output-in-source",
             path=target,
         )
-    rates = clock_error_s, sections.CLOCK_RATE_ERROR * 5
-    clocks_s = math.hypot(*rates)
     with _state(target) as db, Progress(None, label="pairs", unit="pairs", show=progress, after_s=1.0) as bar:
-        n_added, problems = _add_nights(db, table, _Reader(root), nights, clocks_s, bar)
-        after, speeds = _update_speeds(db, table, clocks_s)
+        n_added, problems = _add_nights(db, table, _Reader(root), nights, clock_error_s, bar)
+        after, speeds = _update_speeds(db, table, clock_error_s)
         rows = []
         for pair in after:
             if stored := nights_of(db, pair):
-                rows.append(_row(pair, stored, clocks_s, budget))
+                rows.append(_row(pair, stored, clock_error_s, budget))
             else:
                 lacking = [name for name in (pair.a, pair.b) if not any(name in x for x in nights.values())]
                 why = (

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/extras/locate/sections.ipynb #5ec00002
 import math
 from collections import namedtuple
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -19,9 +19,11 @@ from leakmel.core.errors import DataError
 
 # %% ../../../nbs/extras/locate/sections.ipynb #5ec00004
 # quality factor Q of the wave in a pipe that is full of water
-QUALITY = dict.fromkeys(("steel", "ductile-iron", "cast-iron", "copper"), 100.0)
-QUALITY |= dict.fromkeys(("asbestos-cement", "concrete"), 50.0)
-QUALITY |= dict.fromkeys(("pvc", "pe", "pex"), 15.0)
+QUALITY = {
+    **dict.fromkeys(("steel", "ductile-iron", "cast-iron", "copper"), 100.0),
+    **dict.fromkeys(("asbestos-cement", "concrete"), 50.0),
+    **dict.fromkeys(("pvc", "pe", "pex"), 15.0),
+}
 # frequency at which the wave has the speed that is given, Hz
 REFERENCE_HZ = 100.0
 # range of the loss over that of the table
@@ -74,15 +76,16 @@ class Route:
         "Time of the slowest wave from logger to logger, s."
         return sum(s.length_m / float(s.speeds_m_s[0]) for s in self.sections)
 
+    @property
+    def loss(self) -> float:
+        "Mean loss of the sections by the time of the wave in them."
+        times = [s.length_m / s.usual_m_s for s in self.sections]
+        return float(np.average([s.loss for s in self.sections], weights=times))
+
     def slowness(self, freqs_hz: np.ndarray) -> np.ndarray:
         "Return the usual slowness of the sections at frequencies [F], s/m, [J, F]."
         octaves = np.log(freqs_hz / REFERENCE_HZ)
         return np.stack([(1 - s.loss * octaves) / s.usual_m_s for s in self.sections])
-
-    def signed_m(self, position_m: float) -> np.ndarray:
-        "Return the length of each section between a source and a less that between it and b, m, [J]."
-        starts = self.lengths_m.cumsum() - self.lengths_m
-        return 2 * np.clip(position_m - starts, 0, self.lengths_m) - self.lengths_m
 
     def usual_place(self, delay_s: float, hz: float) -> float:
         "Return the position of a delay with the usual speeds, m; beyond a logger: its own."
@@ -120,19 +123,9 @@ def segment_length(
 TONE_RATIO = 6.0  # of the power at a tone to the median around it
 
 
-@dataclass(frozen=True, eq=False)
-class Spectra:
-    "Spectra of segments of a recording."
-
-    rate: int  # Hz
-    # frequencies of the band, [F]
-    freqs_hz: np.ndarray
-    # of segments with a Hann window that overlap by half, of one loudness, [S, F] complex64
-    values: np.ndarray
-    # their sum of squares, [F]
-    power: np.ndarray
-    # frequencies whose power stands out, [F] bool
-    tones: np.ndarray
+# spectra of a recording: its rate, Hz; frequencies of the band, Hz [F]; segments with a Hann window that overlap by half, of one loudness,
+# [S, F] complex64; their sum of squares [F]; frequencies whose power stands out, [F] bool
+Spectra = namedtuple("Spectra", "rate freqs_hz values power tones")
 
 
 def recording_spectra(
@@ -166,7 +159,7 @@ def common_segments(x: Spectra, y: Spectra) -> tuple[Spectra, Spectra]:
     return tuple(  # type: ignore[return-value]
         z
         if len(z.values) == n
-        else replace(z, values=z.values[:n], power=(np.abs(z.values[:n]) ** 2).sum(axis=0))
+        else z._replace(values=z.values[:n], power=(np.abs(z.values[:n]) ** 2).sum(axis=0))
         for z in (x, y)
     )
 
@@ -177,24 +170,10 @@ COHERENT = 2.5  # coherence of frequencies that are used, over that of unrelated
 CORRELATED = 1.94
 
 
-@dataclass(frozen=True, eq=False)
-class Cross:
-    "Cross-spectrum of two recordings."
-
-    # frequencies of the band, [F]
-    freqs_hz: np.ndarray
-    # cross-spectrum of groups of segments, over the magnitude of their sum, [G, F] complex; the phase is -2 pi f delay
-    groups: np.ndarray
-    # coherence / (1 - coherence); 0: not used, [F]
-    weights: np.ndarray
-    # independent averages
-    n_averages: float
-    # middle of each group from that of the recordings, s, [G]
-    times_s: np.ndarray
-    # whether both recordings have a common tone
-    has_tones: bool
-    # mean of the coherence outside of tones, 0 to 1
-    coherence: float
+# cross-spectrum of two recordings: frequencies, Hz [F]; groups of segments over the magnitude of their sum, [G, F] complex, the phase is -2 pi f delay;
+# coherence / (1 - coherence), 0 where it is by chance [F]; independent averages; middle of each group from that of the recordings, s [G];
+# whether both have a common tone; mean coherence outside of tones
+Cross = namedtuple("Cross", "freqs_hz groups weights n_averages times_s has_tones coherence")
 
 
 def cross_of(x: Spectra, y: Spectra) -> Cross:
@@ -236,9 +215,7 @@ def _correlogram(x: Cross, route: Route, rate: int, most_s: float) -> tuple[np.n
     "Return delays at the reference frequency, s, and the correlogram in standard deviations of unrelated noise."
     step = x.freqs_hz[1] - x.freqs_hz[0]
     n = round(rate / step)
-    times = [s.length_m / s.usual_m_s for s in route.sections]
-    loss = float(np.average([s.loss for s in route.sections], weights=times))
-    bent = x.freqs_hz * (1 - loss * np.log(x.freqs_hz / REFERENCE_HZ))
+    bent = x.freqs_hz * (1 - route.loss * np.log(x.freqs_hz / REFERENCE_HZ))
     sums = x.groups.sum(axis=0) * x.weights
     grid = np.arange(n // 2 + 1) * step
     spectrum = np.interp(grid, bent, sums.real, 0, 0) + 1j * np.interp(grid, bent, sums.imag, 0, 0)
@@ -257,13 +234,16 @@ def _jackknife(slopes: np.ndarray, curvatures: np.ndarray) -> float:
 
 def _fit(x: Cross, route: Route, delay_s: float, centre_hz: float) -> tuple[float, float, np.ndarray]:
     "Refine a delay; return it with the drift of the clocks and the weighted groups without the phase of the model, [G, F]."
-    omega, times = 2 * np.pi * x.freqs_hz, x.times_s[:, None]
+    omega = 2 * np.pi * x.freqs_hz
+    times = x.times_s[:, None]
     bend = route.slowness(x.freqs_hz) - route.slowness(np.array([centre_hz]))
+    starts = route.lengths_m.cumsum() - route.lengths_m
     prior = 1 / (2 * x.n_averages * CLOCK_RATE_ERROR**2)
     drift = 0.0
 
     def turned() -> np.ndarray:
-        more = route.signed_m(route.usual_place(delay_s, centre_hz)) @ bend
+        passed = np.clip(route.usual_place(delay_s, centre_hz) - starts, 0, route.lengths_m)
+        more = (2 * passed - route.lengths_m) @ bend
         return x.groups * x.weights * np.exp(1j * omega * (delay_s + more + times * drift))
 
     near = np.arange(-12, 13) / (16 * centre_hz)
@@ -283,7 +263,8 @@ def _fit(x: Cross, route: Route, delay_s: float, centre_hz: float) -> tuple[floa
         most = np.array([0.2 / centre_hz, CLOCK_RATE_ERROR])
         gradient = np.array([slopes.sum(), (times * slopes).sum() - prior * drift])
         step = np.clip(np.linalg.solve(hessian, gradient), -most, most)
-        delay_s, drift = delay_s + step[0], drift + step[1]
+        delay_s += step[0]
+        drift += step[1]
     return float(delay_s), float(drift), turned()
 
 
@@ -293,7 +274,8 @@ def _error(x: Cross, z: np.ndarray) -> float:
     information = omega**2 * x.weights
     n = 2 * x.n_averages / CORRELATED
     scatter = math.sqrt(n * (x.weights * np.angle(z.sum(axis=0)) ** 2).sum() / max(1, (x.weights > 0).sum()))
-    slopes, curves = omega * z.imag, omega**2 * z.real
+    slopes = omega * z.imag
+    curves = omega**2 * z.real
     total = information.cumsum()
     parts = np.unique(np.searchsorted(total, total[-1] * np.arange(8) / 8))
     return max(
@@ -321,21 +303,21 @@ def pair_delay(
     cross = cross_of(x, y)
     if cross.coherence > 0.999:
         return NO_DELAY._replace(verdict="same-recording")
-    weights, omega = cross.weights, 2 * np.pi * cross.freqs_hz
+    weights = cross.weights
     if not weights.any():
         return NO_DELAY._replace(verdict="hum" if cross.has_tones else "none")
     most_s = 1.25 * route.most_s + 4 * clock_error_s
     delays, heights = _correlogram(cross, route, x.rate, most_s)
-    at, height = float(delays[heights.argmax()]), float(heights.max())
+    at = float(delays[heights.argmax()])
     n_delays = max(8.0, 4 * most_s * math.sqrt(np.average(cross.freqs_hz**2, weights=weights)))
     needed = math.sqrt(2 * math.log(n_delays / 0.01))
-    shown = np.interp(np.linspace(-route.most_s, route.most_s, 129), delays, heights / max(height, 1e-30))
-    centre_hz = math.exp(np.average(np.log(cross.freqs_hz), weights=omega**2 * weights))
-    times = [s.length_m / s.usual_m_s for s in route.sections]
-    loss = float(np.average([s.loss for s in route.sections], weights=times))
-    first = at * (1 - loss * math.log(centre_hz / REFERENCE_HZ))
+    shown = np.interp(
+        np.linspace(-route.most_s, route.most_s, 129), delays, heights / max(float(heights.max()), 1e-30)
+    )
+    centre_hz = math.exp(np.average(np.log(cross.freqs_hz), weights=cross.freqs_hz**2 * weights))
+    first = at * (1 - route.loss * math.log(centre_hz / REFERENCE_HZ))
     kept = weights > 0
-    used = replace(cross, freqs_hz=cross.freqs_hz[kept], groups=cross.groups[:, kept], weights=weights[kept])
+    used = cross._replace(freqs_hz=cross.freqs_hz[kept], groups=cross.groups[:, kept], weights=weights[kept])
     delay_s, drift, z = _fit(used, route, first, centre_hz)
     verdict = "found"
     height = z.real.sum() / math.sqrt((weights**2).sum() / 2 * CORRELATED)
@@ -350,27 +332,24 @@ def pair_delay(
 BETWEEN = 0.5
 # verdict "leak", "outside" or "clock"; position and 95 % interval from logger a, m, or None; probability of a place between the loggers
 Place = namedtuple("Place", "verdict position_m low_m high_m between")
-_STRATA = np.stack(
-    [
-        np.random.default_rng(k).permutation((np.arange(N_DRAWS) + 0.5) / N_DRAWS)
-        for k in range(2 * MOST_SECTIONS + 2)
-    ]
-)
+_HALF = (np.arange(N_DRAWS // 2) + 0.5) / (N_DRAWS // 2)
+_STRATA = np.stack([np.random.default_rng(k).permutation(_HALF) for k in range(2 * MOST_SECTIONS + 2)])
+# each draw with the opposite error of the delay too, so that the interval of swapped loggers is mirrored
+_STRATA = np.hstack([_STRATA, np.vstack([_STRATA[:-2], 1 - _STRATA[-2:-1], _STRATA[-1:]])])
 
 
 def _draws(route: Route, hz: float, length_error_m: float) -> tuple[np.ndarray, np.ndarray]:
     "Draw lengths, m, and speeds at a frequency, m/s, of the sections, [J, N_DRAWS] each."
     names = [s.pipe for s in route.sections]
-    speeds, lengths = [], []
-    stretch = 1 + length_error_m / route.length_m * special.ndtri(_STRATA[-1])
+    speeds = []
     for s in route.sections:
         k = names.index(s.pipe)
         low, high = LOSS_RANGE
         loss = s.loss * (low + (high - low) * _STRATA[2 * k])
         rise = 1 - loss * math.log(hz / REFERENCE_HZ)
         speeds.append(np.interp(_STRATA[2 * k + 1], SHARES, s.speeds_m_s) / rise)
-        lengths.append(s.length_m * stretch)
-    return np.stack(lengths), np.stack(speeds)
+    stretch = 1 + length_error_m / route.length_m * special.ndtri(_STRATA[-1])
+    return route.lengths_m[:, None] * stretch, np.stack(speeds)
 
 
 def place_source(
@@ -386,10 +365,10 @@ def place_source(
     total = times.sum(axis=0)
     left = (delay_s + error_s * special.ndtri(_STRATA[-2]) + total) / 2
     inside = (left >= 0) & (left <= total)
-    places, density = np.zeros(N_DRAWS), np.zeros(N_DRAWS)
-    for length, speed, time in zip(lengths, speeds, times, strict=True):
+    places = density = np.zeros(N_DRAWS)
+    for speed, time in zip(speeds, times, strict=True):
         passed = np.clip(left, 0, time)
-        places += passed * speed
+        places = places + passed * speed
         density = np.where(left > 0, speed / 2, density)
         left = left - time
     density = np.where(inside, density, 0.0)
@@ -404,4 +383,4 @@ def place_source(
     order = np.argsort(places)
     shares = density[order].cumsum() / density.sum()
     low, middle, high = (float(x) for x in np.interp([0.025, 0.5, 0.975], shares, places[order]))
-    return Place("leak", middle, *(min(max(x, 0.0), route.length_m) for x in (low, high)), float(between))
+    return Place("leak", middle, max(low, 0.0), min(high, route.length_m), float(between))
