@@ -4364,6 +4364,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'leakmel/operations/extras.py'),
                                            'leakmel.operations.extras.Correlate.__call__': ( 'operations/extras.html#correlate.__call__',
                                                                                              'leakmel/operations/extras.py'),
+                                           'leakmel.operations.extras.Correlate._all_pairs': ( 'operations/extras.html#correlate._all_pairs',
+                                                                                               'leakmel/operations/extras.py'),
                                            'leakmel.operations.extras.Correlate._speed': ( 'operations/extras.html#correlate._speed',
                                                                                            'leakmel/operations/extras.py'),
                                            'leakmel.operations.extras.Doctor': ( 'operations/extras.html#doctor',

@@ -746,11 +746,11 @@ def _located(
     errors = pipe.errors_m(delay_s, delay.error_s)
     position_m = min(max(pipe.position_m(delay_s), 0.0), pipe.distance_m)
     others = (pipe.position_m(float(t)) for t in lags_s[1:])
-    limit_m = Z95 * errors["total"]
-    far = [p for p in others if 0 <= p <= pipe.distance_m and abs(p - position_m) > limit_m]
-    if far:
-        places = (position_m, *far)[:10]
-        return replace(result, verdict="ambiguous", candidates_m=places, notes=(_NOTES["ambiguous"],))
+    if far := [
+        p for p in others if 0 <= p <= pipe.distance_m and abs(p - position_m) > Z95 * errors["total"]
+    ]:
+        notes = (_NOTES["ambiguous"],)
+        return replace(result, verdict="ambiguous", candidates_m=(position_m, *far)[:10], notes=notes)
     place = pipe.place(delay_s, delay.error_s)
     is_leak = place.verdict == "leak"
     errors_s = {
@@ -759,7 +759,7 @@ def _located(
         "jackknife": delay.jackknife_s,
         "clock": pipe.clock_error_s,
     }
-    notes = {
+    texts = {
         _NOTES["beyond"].format("ab"[delay_s > 0]): is_leak and place.between < 0.95,
         _NOTES["zero"]: is_leak and abs(delay_s) < max(2 / result.sample_rate, 2 * errors_s["total"]),
         _NOTES["misfit"].format(delay.misfit): delay.misfit > 2,
@@ -769,7 +769,7 @@ def _located(
     return replace(
         result,
         verdict="leak" if is_leak else "outside",
-        position_m=position_m if is_leak else None,
+        position_m=float(np.clip(position_m, place.low_m, place.high_m)) if is_leak else None,
         low_m=place.low_m,
         high_m=place.high_m,
         candidates_m=(position_m,) * is_leak,
@@ -777,7 +777,7 @@ def _located(
         delays_s=delay.by_method,
         errors_s=errors_s,
         errors_m=errors,
-        notes=tuple(text for text, holds in notes.items() if holds),
+        notes=tuple(text for text, holds in texts.items() if holds),
     )
 
 

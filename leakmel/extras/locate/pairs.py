@@ -344,7 +344,7 @@ def _update_speeds(
             told[line[pair.a], s.pipe].append((pair.route.length_m, found))
     new = {key: posterior_speeds(first[key], delays) for key, delays in told.items()}
     shown = [
-        PipeSpeed(*key, float(v[1]), float(v[len(v) // 2]), float(v[-2]), len(told[key]))
+        PipeSpeed._make((*key, *np.interp([0.025, 0.5, 0.975], sections.SHARES, v).tolist(), len(told[key])))
         for key, v in new.items()
     ]
     rows = [(*key, len(told[key]), json.dumps(v.round(2).tolist())) for key, v in new.items()]
