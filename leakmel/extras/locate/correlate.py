@@ -749,8 +749,9 @@ def _located(
     if far := [
         p for p in others if 0 <= p <= pipe.distance_m and abs(p - position_m) > Z95 * errors["total"]
     ]:
-        notes = (_NOTES["ambiguous"],)
-        return replace(result, verdict="ambiguous", candidates_m=(position_m, *far)[:10], notes=notes)
+        return replace(
+            result, verdict="ambiguous", candidates_m=(position_m, *far)[:10], notes=(_NOTES["ambiguous"],)
+        )
     place = pipe.place(delay_s, delay.error_s)
     is_leak = place.verdict == "leak"
     errors_s = {

@@ -247,11 +247,10 @@ def _add_nights(
     with ThreadPoolExecutor(usable_cores()) as pool:
         for night in sorted(nights):
             known = {*db.execute("SELECT a, b FROM nights WHERE night = ?", (night,))}
-            own = nights[night]
             jobs = [
-                (pair, _together(own[pair.a], own[pair.b]))
+                (pair, _together(nights[night][pair.a], nights[night][pair.b]))
                 for pair in pairs
-                if (pair.a, pair.b) not in known and pair.a in own and pair.b in own
+                if (pair.a, pair.b) not in known and {pair.a, pair.b} <= nights[night].keys()
             ]
             for first in range(0, len(jobs), _COMMIT):
                 part = jobs[first : first + _COMMIT]

@@ -338,8 +338,12 @@ def pair_delay(
 BETWEEN = 0.5
 # verdict "leak", "outside" or "clock"; position and 95 % interval from logger a, m, or None; probability of a place between the loggers
 Place = namedtuple("Place", "verdict position_m low_m high_m between")
-_RANKS = [np.random.default_rng(k).permutation(N_DRAWS // 2) for k in range(2 * MOST_SECTIONS + 2)]
-_STRATA = (np.stack(_RANKS) + 0.5) / (N_DRAWS // 2)
+_STRATA = np.stack(
+    [
+        (np.random.default_rng(k).permutation(N_DRAWS // 2) + 0.5) / (N_DRAWS // 2)
+        for k in range(2 * MOST_SECTIONS + 2)
+    ]
+)
 # each draw with the opposite errors of delay and length too, so that the interval of swapped loggers is mirrored
 _STRATA = np.hstack([_STRATA, np.vstack([_STRATA[:-2], 1 - _STRATA[-2:]])])
 
