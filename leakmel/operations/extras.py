@@ -510,13 +510,13 @@ class Correlate(Operation):
     # WAV file of logger b (default: the second channel of the first file)
     b: str | None = option(None, positional=True)
     # CSV table of pairs of loggers, columns a, b, length_m, and speed_m_s or material, diameter_mm, wall_mm; rows of one pair are sections in order from a to b
-    pairs: str | None = option(None, metavar="FILE")
+    pairs: str | None = option(None, metavar="FILE", command_only=True)
     # --pairs: folder of the delays of all nights, outside the folder of the recordings (default: runs/pairs)
-    state: str | None = option(None, metavar="DIR")
+    state: str | None = option(None, metavar="DIR", command_only=True)
     # --pairs: CSV file that lists the recordings, with the columns path, sensor and start_time; lat and lon for events.geojson
-    table: str | None = option(None, metavar="FILE")
+    table: str | None = option(None, metavar="FILE", command_only=True)
     # --pairs: pattern of the paths without extension, for example '{sensor}/{start_time}'
-    pattern: str | None = option(None, metavar="TEXT")
+    pattern: str | None = option(None, metavar="TEXT", command_only=True)
     # distance of the loggers along the pipe, m
     distance_m: float | None = option(None, metavar="N")
     # speed of the wave, m/s; or give the pipe by --material, --diameter-mm and --wall-mm
