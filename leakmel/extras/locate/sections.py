@@ -248,11 +248,10 @@ def _fit(x: Cross, route: Route, delay_s: float, centre_hz: float) -> tuple[floa
         more = (2 * passed - route.lengths_m) @ bend
         one = x.weights * np.exp(1j * omega * (delay_s + more))
         # single precision: these phases are small, and there are many
-        return x.groups * one.astype(np.complex64) * np.exp(1j * (times * (omega * drift)).astype(np.float32))
+        phase = (times * (omega * drift)).astype(np.float32)
+        return x.groups * one.astype(np.complex64) * (np.cos(phase) + 1j * np.sin(phase))
 
-    near = np.arange(-4, 5) / (16 * centre_hz)
-    delay_s += near[(np.exp(1j * np.outer(near, omega)) @ turned().sum(axis=0)).real.argmax()]
-    for _ in range(4):
+    for _ in range(5):
         z = turned()
         slopes = -omega * z.imag
         curves = omega**2 * z.real
