@@ -26,6 +26,7 @@ from leakmel.core.errors import (
     install_command,
     missing_remedy,
     show_path,
+    text_key,
 )
 from leakmel.core.files import replacing
 from leakmel.core.operation import (
@@ -573,7 +574,7 @@ class Correlate(Operation):
             for k, parts in enumerate(x.names if x.extra else ()):
                 place = place_of({name: texts[k] for name, texts in x.extra.items()})
                 if place and place[2]:
-                    places[parts.sensor] = place[:2]
+                    places[text_key(parts.sensor)] = place[:2]
         done = lm.correlate_pairs(
             folder,
             user_path(self.pairs or ""),

@@ -215,7 +215,7 @@ def test_damaged_missing_and_equal_recordings(tmp_path: Path) -> None:
     assert [(row.a, row.verdict) for row in done.pairs] == [("LOG1003", "same-recording")]
     text = "\n".join(done.problems)
     assert "LOG1002" in text
-    assert "LOG9 has no recording" in text
+    assert "no recording of LOG9" in text
     assert sum(done.problems.values()) == 5  # two pairs cannot be read; three have no night
 
 

@@ -486,7 +486,7 @@ def correlate_pairs(
             else:
                 lacking = [name for name in (pair.a, pair.b) if not any(name in x for x in nights.values())]
                 why = (
-                    f"{' and '.join(lacking)} has no recording" if lacking else "no night has both recordings"
+                    f"no recording of {' and '.join(lacking)}" if lacking else "no night has both recordings"
                 )
                 problems[f"{pair.a} and {pair.b}: {why}"] += 1
         content = json.dumps(events_geojson(rows, places or {}))
