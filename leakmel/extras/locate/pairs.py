@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from leakmel.detector.predict.scoring import find_recordings
 from leakmel.extras.locate import sections
 from leakmel.extras.locate.correlate import WaveSpeed, wave_speed
 from leakmel.extras.locate.sections import Route, Section
-from leakmel.extras.nightly.history import night_of
 from leakmel.recordings.manifest import Manifest, scan
 from leakmel.recordings.naming import guess_pattern
 from leakmel.recordings.tables import csv_table, read_text, row_error, table_number
@@ -124,7 +123,9 @@ def recordings_of_nights(
     for path, name in zip(listed.listing.paths, listed.names, strict=True):
         if name.sensor and name.start_time:
             when = datetime.fromisoformat(name.start_time).replace(tzinfo=None)
-            found[night_of(name.start_time)][text_key(name.sensor)].append((when, os.fsdecode(path)))
+            # a night is from noon to noon, named by the day on which it begins
+            night = (when - timedelta(hours=12)).date().isoformat()
+            found[night][text_key(name.sensor)].append((when, os.fsdecode(path)))
     if not found:
         raise DataError(
             "no recording of the folder has a sensor and a start time",

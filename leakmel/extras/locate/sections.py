@@ -107,9 +107,9 @@ def segment_length(
     n: int,  # samples of the recordings
 ) -> int:  # samples, a power of 2
     "Return the length of a segment: eight times the largest delay and a quarter of a second, or half of it. Raises DataError."
-    length = 1 << math.ceil(math.log2(max(SEGMENT * most_s, 0.25) * rate))
+    length = 1 << math.ceil(math.log2(max(SEGMENT * most_s * rate, 0.25 * rate, 64)))
     for samples in (length, length // 2):
-        if 1 + (n - samples) // (samples // 2) >= LEAST_SEGMENTS:
+        if rate > 8 * LOWEST_HZ and 1 + (n - samples) // (samples // 2) >= LEAST_SEGMENTS:
             return samples
     raise DataError(
         "the recordings are too short for this pipe",
@@ -307,7 +307,7 @@ def pair_delay(
 ) -> PairDelay:
     'Find the delay between two recordings. Verdict: "found", "none", "hum", "same-recording" or "clock" (rates that differ).'
     cross = cross_of(x, y)
-    if cross.coherence > 0.999:
+    if cross.coherence > 0.999 or np.array_equal(x.power, y.power):
         return NO_DELAY._replace(verdict="same-recording")
     weights = cross.weights
     if not weights.any():
