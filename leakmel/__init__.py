@@ -70,6 +70,7 @@ _PUBLIC = {
     "FetchedSet": "extras.sets.fetch",
     "correlate": "extras.locate.correlate",
     "Correlation": "extras.locate.correlate",
+    "correlate_pairs": "extras.locate.pairs",
     "wave_speed": "extras.locate.correlate",
 }
 

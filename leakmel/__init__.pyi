@@ -64,4 +64,5 @@ from leakmel.extras.sets.fetch import fetch as fetch
 from leakmel.extras.sets.fetch import FetchedSet as FetchedSet
 from leakmel.extras.locate.correlate import correlate as correlate
 from leakmel.extras.locate.correlate import Correlation as Correlation
+from leakmel.extras.locate.pairs import correlate_pairs as correlate_pairs
 from leakmel.extras.locate.correlate import wave_speed as wave_speed

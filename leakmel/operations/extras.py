@@ -26,6 +26,7 @@ from leakmel.core.errors import (
     install_command,
     missing_remedy,
     show_path,
+    text_key,
 )
 from leakmel.core.files import replacing
 from leakmel.core.operation import (
@@ -503,14 +504,22 @@ def correlation_page(found: Any, path: Path) -> Path:
     example="leakmel correlate a.wav b.wav --distance-m 120 --speed-m-s 1200 --clock-error-s 0.001",
 )
 class Correlate(Operation):
-    "Find the position of a leak between two loggers by the delay of its noise."
+    "Find the position of a leak between two loggers by the delay of its noise, or of all pairs of a table every night."
 
-    # WAV file of logger a, or of both loggers as two channels
+    # WAV file of logger a, or of both loggers as two channels; with --pairs the folder of the recordings
     a: str | None = option(positional=True)
     # WAV file of logger b (default: the second channel of the first file)
     b: str | None = option(None, positional=True)
+    # CSV table of pairs of loggers, columns a, b, length_m, and speed_m_s or material, diameter_mm, wall_mm; rows of one pair are sections in order from a to b
+    pairs: str | None = option(None, metavar="FILE", command_only=True)
+    # --pairs: folder of the delays of all nights, outside the folder of the recordings (default: runs/pairs)
+    state: str | None = option(None, metavar="DIR", command_only=True)
+    # --pairs: CSV file that lists the recordings, with the columns path, sensor and start_time; lat and lon for events.geojson
+    table: str | None = option(None, metavar="FILE", command_only=True)
+    # --pairs: pattern of the paths without extension, for example '{sensor}/{start_time}'
+    pattern: str | None = option(None, metavar="TEXT", command_only=True)
     # distance of the loggers along the pipe, m
-    distance_m: float = option(metavar="N")
+    distance_m: float | None = option(None, metavar="N")
     # speed of the wave, m/s; or give the pipe by --material, --diameter-mm and --wall-mm
     speed_m_s: float | None = option(None, metavar="N")
     # material of the pipe: steel, ductile-iron, cast-iron, copper, asbestos-cement, concrete, pvc, pe or pex
@@ -550,12 +559,46 @@ class Correlate(Operation):
             remedy="give the measured speed if there is one",
         )
 
+    def _all_pairs(self, run: Run) -> Outcome:
+        "Correlate all pairs of a table in the nights that are not known."
+        from leakmel.extras.nightly.run import place_of
+
+        of_one = "b distance_m speed_m_s material diameter_mm wall_mm offset_s speed_error_m_s band_low_hz band_high_hz html"
+        unused = {f"--{name.replace('_', '-')}": x for name, x in values_of(self, of_one).items()}
+        refuse_unused(unused, "together with --pairs", "leave it out: the table has the pipes")
+        named = {name: x for name, x in values_of(self, "table pattern").items() if x is not None}
+        folder = user_path(self.a or "")
+        manifest = lm.scan(folder, **named, with_labels=False, progress=run.progress) if named else None
+        places = {}
+        for x in manifest.listings if manifest else ():
+            for k, parts in enumerate(x.names if x.extra else ()):
+                place = place_of({name: texts[k] for name, texts in x.extra.items()})
+                if place and place[2]:
+                    places[text_key(parts.sensor)] = place[:2]
+        done = lm.correlate_pairs(
+            folder,
+            user_path(self.pairs or ""),
+            user_path(self.state) if self.state else runs_folder() / "pairs",
+            manifest=manifest,
+            places=places,
+            clock_error_s=0.0005 if self.clock_error_s is None else self.clock_error_s,
+            progress=run.progress,
+        )
+        return Outcome(done, {"ok": True} | done.summary, run.answer(done.lines))
+
     def __call__(self, run: Run) -> Outcome:
         from leakmel.extras.locate.correlate import synthetic_pair
 
+        if self.pairs is not None:
+            return self._all_pairs(run)
+        refuse_unused(
+            {f"--{name}": x for name, x in values_of(self, "state table pattern").items()}, "without --pairs"
+        )
         if self.distance_m is None:
             raise UsageError(
-                "the distance of the loggers is not given", code="wrong-type", expected="distance_m"
+                "the distance of the loggers is not given",
+                code="wrong-type",
+                expected="distance_m: --distance-m, or a table of pairs: --pairs",
             )
         page = check_report(self.html) if self.html else None
         band: Any = (self.band_low_hz, self.band_high_hz)

@@ -21,6 +21,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from scipy import fft, ndimage, signal, special
 
 from leakmel.core.errors import DataError, UsageError, require_choice
+from leakmel.extras.locate.sections import REFERENCE_HZ, SHARES, Place, Route, Section, place_source
 from leakmel.pages.plots import MAX_POINTS, Trace, apply_style, f32, label_colour, styled_subplots
 from leakmel.recordings.naming import iso_time, parse_name
 from leakmel.recordings.wav import Recording, digest_of, read_wav
@@ -62,10 +63,22 @@ class WaveSpeed:
     wall_mm: float
 
     @property
+    def measured_m_s(self) -> tuple[float, float]:
+        "Range in which speeds on pipes in the ground are found: -12 to 35 % of the formula in plastics, -15 to 6 % in others."
+        low, high = (0.88, 1.35) if self.material in ("pvc", "pe", "pex") else (0.85, 1.06)
+        return low * self.speed_m_s, high * self.speed_m_s
+
+    @property
     def range_m_s(self) -> tuple[float, float]:
-        "Speeds that are to be expected: the range of material and soil, and at least 4 % to each side."
-        least = 0.04 * self.speed_m_s  # for joints, restraint and the temperature of the water
-        return min(self.low_m_s, self.speed_m_s - least), max(self.high_m_s, self.speed_m_s + least)
+        "Speeds that are to be expected: the range of material and soil, and that of pipes in the ground."
+        low, high = self.measured_m_s
+        return min(self.low_m_s, low), max(self.high_m_s, high)
+
+    @property
+    def quantiles_m_s(self) -> np.ndarray:
+        "Quantiles `sections.SHARES` of the speed, [65]: equally likely in the measured range, 2 % to each side of it."
+        low, high = self.range_m_s
+        return np.interp(SHARES, [0, 0.02, 0.98, 1], [0.999 * low, *self.measured_m_s, 1.001 * high])
 
     @property
     def error_m_s(self) -> float:
@@ -618,17 +631,16 @@ class _Pipe:
     speed_m_s: float
     speed_error_m_s: float
     clock_error_s: float
-    range_m_s: tuple[float, float] | None = None  # of the speed, where the material gives it
+    route: Route
 
     @property
     def most_s(self) -> float:
         "Largest delay that a wave on this pipe can have, with the errors of speed and clocks, s."
-        slowest = max(self.speed_m_s - 2 * self.speed_error_m_s, self.speed_m_s / 2)
-        return self.distance_m / min(self.range_m_s or (slowest,)) + 3 * self.clock_error_s
+        return self.route.most_s + 3 * self.clock_error_s
 
-    def position_m(self, delay_s: float, speed_m_s: float | None = None) -> float:
-        "Position from a, m, with the usual or another speed."
-        return (self.distance_m + (self.speed_m_s if speed_m_s is None else speed_m_s) * delay_s) / 2
+    def position_m(self, delay_s: float) -> float:
+        "Position from a with the usual speed, m."
+        return (self.distance_m + self.speed_m_s * delay_s) / 2
 
     def errors_m(self, delay_s: float, delay_error_s: float) -> dict[str, float]:
         "Standard error of the position and its parts, m."
@@ -640,16 +652,10 @@ class _Pipe:
         }
         return {"total": math.hypot(*parts.values()), **parts}
 
-    def interval_m(self, delay_s: float, errors_m: dict[str, float]) -> tuple[float, float, float]:
-        "Position and 95 % interval within the pipe, m; the ends of a range of the speed lie at different distances."
-        place = self.position_m(delay_s)
-        error_m_s = Z95 * self.speed_error_m_s
-        speeds = self.range_m_s or (self.speed_m_s - error_m_s, self.speed_m_s + error_m_s)
-        first, last = sorted(self.position_m(delay_s, c) for c in speeds)
-        half = Z95 * math.hypot(errors_m["delay"], errors_m["clock"], errors_m["distance"])
-        low, high = place - math.hypot(half, place - first), place + math.hypot(half, last - place)
-        low, place, high = (min(max(x, 0.0), self.distance_m) for x in (low, place, high))
-        return place, low, high
+    def place(self, delay_s: float, delay_error_s: float) -> Place:
+        "Verdict, position and 95 % interval of a delay, by the speeds of the route at the frequencies of the delay."
+        error_s = max(math.hypot(delay_error_s, self.clock_error_s), 1e-9)
+        return place_source(self.route, delay_s, error_s, REFERENCE_HZ, self.distance_error_m)
 
 
 def _pipe(
@@ -660,15 +666,15 @@ def _pipe(
     clock_error_s: float,
 ) -> _Pipe:
     "Check the geometry; raises UsageError."
-    speed_m_s = speed.speed_m_s if isinstance(speed, WaveSpeed) else speed
-    range_m_s = speed.range_m_s if isinstance(speed, WaveSpeed) and speed_error_m_s is None else None
-    if speed_error_m_s is None:
-        speed_error_m_s = speed.error_m_s if isinstance(speed, WaveSpeed) else 0.05 * speed_m_s
+    given = float(np.median(speed.quantiles_m_s)) if isinstance(speed, WaveSpeed) else speed
+    error_m_s = speed_error_m_s
+    if error_m_s is None:
+        error_m_s = speed.error_m_s if isinstance(speed, WaveSpeed) else 0.05 * given
     values = {
         "distance_m": distance_m,
-        "speed_m_s": speed_m_s,
+        "speed_m_s": given,
         "clock_error_s": clock_error_s,
-        "speed_error_m_s": speed_error_m_s,
+        "speed_error_m_s": error_m_s,
         "distance_error_m": distance_error_m,
     }
     for name, value in values.items():
@@ -680,34 +686,22 @@ def _pipe(
                 found=value,
                 expected="a number above 0" if is_positive else "0 or a number above 0",
             )
-    if Z95 * speed_m_s * clock_error_s >= distance_m:
+    if Z95 * given * clock_error_s >= distance_m:
         raise UsageError(
             "with these clocks the interval of the position would be as long as the pipe",
             code="clock-error-too-large",
             found=f"{clock_error_s} s",
-            expected=f"below {distance_m / (Z95 * speed_m_s):.4f} s; {0.1 * distance_m / (Z95 * speed_m_s):.4f} s for an interval of a tenth of the pipe",
+            expected=f"below {distance_m / (Z95 * given):.4f} s; {0.1 * distance_m / (Z95 * given):.4f} s for an interval of a tenth of the pipe",
             remedy="synchronise the loggers, or record both on two channels of one recorder",
         )
-    return _Pipe(distance_m, distance_error_m, speed_m_s, speed_error_m_s, clock_error_s, range_m_s)
+    if isinstance(speed, WaveSpeed) and speed_error_m_s is None:
+        speeds = speed.quantiles_m_s
+    else:
+        speeds = np.maximum(given + error_m_s * special.ndtri(SHARES), given / 2)
+    route = Route((Section(distance_m, speeds, 0.0, "pipe"),))
+    return _Pipe(distance_m, distance_error_m, given, error_m_s, clock_error_s, route)
 
 # %% ../../../nbs/extras/locate/correlate.ipynb #a1c30017
-def _verdict(
-    pipe: _Pipe, lags_s: np.ndarray, delay_s: float, errors_m: dict[str, float]
-) -> tuple[str, tuple[float, ...]]:
-    "Return the verdict on a significant peak, and the positions that explain the recordings."
-    place = min(max(pipe.position_m(delay_s), 0.0), pipe.distance_m)
-    others = [
-        pipe.position_m(float(t)) for t in lags_s[1:] if 0 <= pipe.position_m(float(t)) <= pipe.distance_m
-    ]
-    if far := [p for p in others if abs(p - place) > Z95 * errors_m["total"]]:
-        return "ambiguous", (place, *far)[:10]
-    # an error of speed or clocks does not say outside
-    half_m = Z95 * math.hypot(errors_m["delay"], errors_m["distance"])
-    places = (pipe.position_m(delay_s, c) for c in (pipe.speed_m_s, *(pipe.range_m_s or ())))
-    is_inside = any(half_m < x < pipe.distance_m - half_m for x in places)
-    return ("leak", (place,)) if is_inside else ("outside", ())
-
-
 _NOTES = {
     "tones": "both recordings have common tones (a pump, mains hum) but no common broadband noise; they say nothing about a position",
     "event": "without the loudest part of the recordings no correlation is left: a single event, or a leak that is too weak for this length",
@@ -750,35 +744,41 @@ def _located(
     "Add what a significant delay says: verdict, position and notes."
     delay_s = result.curves.delay_s
     errors = pipe.errors_m(delay_s, delay.error_s)
-    verdict, candidates = _verdict(pipe, lags_s, delay_s, errors)
-    result = replace(result, verdict=verdict, candidates_m=candidates)
-    if verdict == "ambiguous":
-        return replace(result, notes=(_NOTES[verdict],))
+    position_m = min(max(pipe.position_m(delay_s), 0.0), pipe.distance_m)
+    others = (pipe.position_m(float(t)) for t in lags_s[1:])
+    if far := [
+        p for p in others if 0 <= p <= pipe.distance_m and abs(p - position_m) > Z95 * errors["total"]
+    ]:
+        return replace(
+            result, verdict="ambiguous", candidates_m=(position_m, *far)[:10], notes=(_NOTES["ambiguous"],)
+        )
+    place = pipe.place(delay_s, delay.error_s)
+    is_leak = place.verdict == "leak"
     errors_s = {
         "total": math.hypot(delay.error_s, pipe.clock_error_s),
         "cramer_rao": delay.bound_s,
         "jackknife": delay.jackknife_s,
         "clock": pipe.clock_error_s,
     }
-    place, low, high = pipe.interval_m(delay_s, errors)
-    is_leak = verdict == "leak"
-    notes = {
-        _NOTES["beyond"].format("a"): is_leak and low <= 0,
-        _NOTES["beyond"].format("b"): is_leak and high >= pipe.distance_m,
+    texts = {
+        _NOTES["beyond"].format("ab"[delay_s > 0]): is_leak and place.between < 0.95,
         _NOTES["zero"]: is_leak and abs(delay_s) < max(2 / result.sample_rate, 2 * errors_s["total"]),
         _NOTES["misfit"].format(delay.misfit): delay.misfit > 2,
         _NOTES["inverted"]: is_inverted,
         _NOTES["outside"]: not is_leak,
     }
-    if is_leak:
-        result = replace(result, position_m=place, low_m=low, high_m=high)
     return replace(
         result,
+        verdict="leak" if is_leak else "outside",
+        position_m=float(np.clip(position_m, place.low_m, place.high_m)) if is_leak else None,
+        low_m=place.low_m,
+        high_m=place.high_m,
+        candidates_m=(position_m,) * is_leak,
         delay_s=delay_s,
         delays_s=delay.by_method,
         errors_s=errors_s,
         errors_m=errors,
-        notes=tuple(text for text, holds in notes.items() if holds),
+        notes=tuple(text for text, holds in texts.items() if holds),
     )
 
 
