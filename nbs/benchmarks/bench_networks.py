@@ -23,6 +23,11 @@ samples of draws within tasks (98.3 %, for three candidates). A candidate lands 
 4. and the median of its training times is at most 6.5 times that of `split`.
 Of several, the one with the highest mean over new groups lands; then blends are measured by the same rules before
 they change.
+
+Blends (`--blends`, written after the run of networks and before that of blends): `split` is what ships: kinds are
+calibrated by folds of the recordings outside of validation (the first fold), validation chooses the epoch, and both
+choose vote and threshold. Its one candidate is `all epochs`: folds of all recordings, then a fit of both kinds on
+all of them. Forests have 50 trees. Five draws of each task.
 """
 
 import argparse
@@ -34,6 +39,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -52,9 +58,11 @@ from leakmel.detector.metrics.metrics import (
     leak_metrics,
     vote_scores,
 )
+from leakmel.detector.model import spectral
 from leakmel.detector.model.detector import Detector, score_rows
 from leakmel.detector.model.net import LeakNet
-from leakmel.detector.train.folds import make_folds
+from leakmel.detector.model.spectral import fit_spectral, spectral_features
+from leakmel.detector.train.folds import blend_scores, calibration_line, make_folds
 from leakmel.detector.train.state import (
     TrainingData,
     TrainingState,
@@ -86,7 +94,9 @@ REAL: dict[str, tuple[SmallSet, int, int]] = {
     "digits 028": (DIGITS_028, 4, 40),
     "cries": (SETS["cries"], 60, 2),
 }
+N_TREES = 50  # of each forest of a blend, a quarter of the usual ones
 State = dict[str, torch.Tensor]
+Members = Callable[[np.ndarray], list[np.ndarray]]  # rows -> segment scores of each kind
 
 
 def divide(rows: Sequence[Row], groups: int, each: int, seed: int) -> dict[str, list[str]]:
@@ -234,9 +244,9 @@ def measure_draw(draw: Draw) -> dict[str, Any]:
         began = time.perf_counter()
         scores["average"] = np.mean([draw.score(f.nets[-1], rows) for f in fits], 0)
         found[part] = {"split": {key: float(np.mean([s[key] for s in splits])) for key in splits[0]}}
-        for name, own in scores.items():
+        for name, segments in scores.items():
             source = "all epochs" if name == "average" else name
-            found[part][name] = draw.figures(rules[source], held[source], order, own, part)
+            found[part][name] = draw.figures(rules[source], held[source], order, segments, part)
         average_s = time.perf_counter() - began
     of_folds = sum(f.seconds for f in fits)
     split_s = float(np.mean([f.seconds_stopped for f in fits]))
@@ -256,32 +266,71 @@ def measure_draw(draw: Draw) -> dict[str, Any]:
     }
 
 
+def measure_blend(draw: Draw) -> dict[str, Any]:
+    "Fit blends with a validation split and on all recordings, and evaluate both on new and on known groups."
+    train = draw.rows["train"]
+    features = spectral_features(draw.segments(train, "recording"))
+    fold = make_folds(draw.labels, draw.group, 5, draw.seed)
+    learned, held = np.flatnonzero(fold != 0), np.flatnonzero(fold == 0)
+    seconds = {"split": 0.0, "all epochs": 0.0}
+
+    def members(chosen: np.ndarray, name: str, validation: np.ndarray | None = None) -> Members:
+        fit = draw.fit(chosen, validation)
+        seconds[name] += fit.seconds if validation is None else fit.seconds_stopped
+        trees = fit_spectral(features.of(chosen), draw.labels[chosen], 2, seed=draw.seed, n_threads=1)
+        net = fit.nets[-1 if validation is None else fit.best]
+        return lambda rows: [
+            score_rows(Detector(trees, **draw.facts), draw.segments(rows, "recording")),
+            draw.score(net, rows),
+        ]
+
+    found: dict[str, Any] = {part: {} for part in PROTOCOLS}
+    for name, chosen, validation in (("split", learned, held), ("all epochs", np.arange(len(fold)), None)):
+        inner = make_folds(draw.labels[chosen], draw.group[chosen], 5, draw.seed)
+        places = [chosen[inner == k] for k in range(inner.max() + 1)]
+        each = [members(np.setdiff1d(chosen, own), name)(train[own]) for own in places]
+        known, order = [np.concatenate(own) for own in zip(*each, strict=True)], np.concatenate(places)
+        lines = [calibration_line(vote_scores(own), draw.is_leak[order]) for own in known]
+        last = members(chosen, name, validation)
+        scores = blend_scores(known, lines)
+        if validation is not None:
+            scores = np.concatenate([scores, blend_scores(last(train[validation]), lines)])
+            order = np.concatenate([order, validation])
+        rule = choose_rule(draw.is_leak[order], scores)
+        for part in PROTOCOLS:
+            own = blend_scores(last(draw.rows[part]), lines)
+            found[part][name] = draw.figures(rule, scores, order, own, part)
+    return found | {"recordings": len(fold), "folds": int(fold.max()) + 1, "seconds": seconds}
+
+
 def bench_networks(
     folder: str | Path,  # work folder
     *,
     sources: str = "",  # folder with the repositories of SETS; tasks that are not there are left out
     draws: int = 12,  # of each task
+    blends: bool = False,  # measure blends instead of networks
     log: Callable[[str], None] = print,
 ) -> dict[str, Any]:  # the record
     "Run the protocol."
-    head, work = record_head("networks"), Path(folder)
+    head, work = record_head("blends" if blends else "networks"), Path(folder)
+    measure, names = (measure_blend, CANDIDATES[2:3]) if blends else (measure_draw, CANDIDATES[1:])
     work.mkdir(parents=True, exist_ok=True)
     has = [n for n, (own, *_) in REAL.items() if sources and (Path(sources) / own.source).is_dir()]
     found: list[dict[str, Any]] = []
     for k in range(draws):
         for name in (*SYNTHETIC, *has):
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), mock.patch.object(spectral, "N_TREES", N_TREES):
                 warnings.simplefilter("ignore")
                 path, parts = make_draw(name, work, sources, k)
                 try:
                     with lm.open_dataset(path) as ds:
-                        found.append({"task": name, "draw": k} | measure_draw(Draw(ds, parts, k)))
+                        found.append({"task": name, "draw": k} | measure(Draw(ds, parts, k)))
                 except DataError as e:  # too few groups with one of the labels
                     log(f"{name}, draw {k + 1}: {e}")
                     continue
             (work / "draws.json").write_text(json.dumps(found))
             log(f"{name}, draw {k + 1}: {sum(found[-1]['seconds'].values()):.0f}")
-    decisions = {name: decide(found, name) for name in CANDIDATES[1:]}
+    decisions = {name: decide(found, name) for name in names}
     return {**head, "verified": {"all_ok": True}, "decisions": decisions, "draws": found}
 
 
@@ -325,7 +374,7 @@ def decide(draws: Sequence[dict[str, Any]], name: str, key: str = "balanced_accu
 
 def networks_table(record: dict[str, Any]) -> str:
     "Balanced accuracy of `split`, differences of the candidates for each task and protocol, and the decision."
-    draws, others = record["draws"], CANDIDATES[1:]
+    draws, others = record["draws"], list(record["decisions"])
     decisions = {name: decide(draws, name) for name in others}
     lines = [f"{'balanced accuracy':34s} {'draws':>5s} {'split':>6s}" + "".join(f"{n:>17s}" for n in others)]
     for where in decisions[others[0]]["protocols"]:
@@ -334,16 +383,16 @@ def networks_table(record: dict[str, Any]) -> str:
         cells = ("{:+.3f} ± {:.3f}".format(*decisions[n]["protocols"][where]) for n in others)
         lines.append(f"{where:34s} {len(own):5d} {np.mean(own):6.3f}" + "".join(f"{c:>17s}" for c in cells))
     for key in ("balanced_accuracy", "auc", "brier"):
-        found = [decide(draws, n, key) for n in others]
-        cells = ("{:+.3f} ({:+.3f}, {:+.3f})".format(f["mean"], *f["interval"]) for f in found)
+        means = [decide(draws, n, key) for n in others]
+        cells = ("{:+.3f} ({:+.3f}, {:+.3f})".format(f["mean"], *f["interval"]) for f in means)
         lines.append(
             f"mean difference of {key}: " + ", ".join(f"{n} {c}" for n, c in zip(others, cells, strict=True))
         )
-    for name, own in decisions.items():
-        failed = ", ".join(rule for rule, holds in own["rules"].items() if not holds)
-        verdict = "lands" if own["lands"] else f"does not land ({failed})"
+    for name, found in decisions.items():
+        failed = ", ".join(rule for rule, holds in found["rules"].items() if not holds)
+        verdict = "lands" if found["lands"] else f"does not land ({failed})"
         lines.append(
-            f"{name}: {verdict}; new groups {own['mean_new']:+.3f}, {own['time_ratio']:.1f} times as long"
+            f"{name}: {verdict}; new groups {found['mean_new']:+.3f}, {found['time_ratio']:.1f} times as long"
         )
     return "\n".join(lines)
 
@@ -355,7 +404,8 @@ if __name__ == "__main__":
     parser.add_argument("work", help="work folder")
     parser.add_argument("--sources", default="", help="folder with the repositories of the real sets")
     parser.add_argument("--draws", type=int, default=12, help="of each task")
+    parser.add_argument("--blends", action="store_true", help="measure blends instead of networks")
     given = parser.parse_args()
-    made = bench_networks(given.work, sources=given.sources, draws=given.draws)
+    made = bench_networks(given.work, sources=given.sources, draws=given.draws, blends=given.blends)
     print(networks_table(made))
     print(store(made, Path(given.work)))
