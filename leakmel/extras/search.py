@@ -46,7 +46,7 @@ from leakmel.detector.model.detector import Detector, load_detector
 from leakmel.detector.model.files import latest_checkpoint, pick_device, remove_file
 from leakmel.detector.model.settings import RESUME, SPEED_ONLY, CheckpointSettings, TrainSettings, with_length
 from leakmel.detector.train import state
-from leakmel.detector.train.loop import folder_lock, train
+from leakmel.detector.train.loop import folder_lock, train_with_validation
 from leakmel.pages.page_figures import Section, write_report
 from leakmel.pages.plots import f32, plain_text, seconds_text, styled_figure
 from leakmel.recordings.wav import digest_of
@@ -616,7 +616,8 @@ class _Search:
             "is_better": is_better,
             "verdict": sentence,
             "other_seeds": {"seeds": len(before), **ranges} if ranges else None,
-            "note": "selected by its F1 on validation, the highest of all trials: that figure is too optimistic; evaluate the model on test recordings",
+            "note": "selected by its F1 on validation, the highest of all trials: that figure is too optimistic; evaluate the model on "
+            "test recordings, or fit one on all recordings with these settings by lm.train",
         }
         summary = {
             "ok": True,
@@ -687,7 +688,7 @@ def _train(trial: Trial, s: _Search) -> tuple[Trial, Exception | None]:
             for kind in (LeakySplitWarning, state.TooShortWarning):
                 warnings.simplefilter("ignore", kind)  # reported once, when the search begins
             own = {"out": here, "settings": settings, "device": pick_device(s.how["device"])}
-            result = train(**s.how | own, progress=False, after_epoch=after_epoch)
+            result = train_with_validation(**s.how | own, progress=False, after_epoch=after_epoch)
             ended = {"state": "complete", "best_epoch": result.best_epoch}
     except (DataError, MachineError) as e:
         error = e

@@ -365,8 +365,7 @@ class Train(WithTraining):
     data: str | None = option(positional=True)
     # folder of the model (model.pt), its history and its checkpoints; an interrupted training in this folder is resumed
     out: str | None = option(metavar="DIR")
-    # validation set, which selects the best epoch of a network; a spectral detector is fitted on its recordings, too (default: the one in
-    # the folder); none: it is not used, and a network is trained for all epochs
+    # validation set, whose recordings take part in the folds and in the fit (default: the one in the folder); none: it is not used
     validation: str | None = option(None, metavar="FILE")
     # test set, on which the detector is evaluated at the end (default: the one in the folder)
     testing: str | None = option(None, metavar="FILE")

@@ -44,7 +44,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread", "few_trees"),
 ]
 SPECTRAL = lm.TrainSettings(detector="spectral")
-FIT = FoldTrainer.fit
+KEPT = FoldTrainer._kept
 N_TREES = spectral.N_TREES
 TINY: dict[str, Any] = {"epochs": 1, "epoch_share": 0.1, "batch_size": 64, "channels": (2, 4)}
 
@@ -77,13 +77,16 @@ def count_fits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def count(interrupted: int = 0) -> list[str]:
         done: list[str] = []
 
-        def fit(self: FoldTrainer, kind: str, chosen: np.ndarray, seed: int = 0) -> Any:
-            if len(done) + 1 == interrupted:
-                raise KeyboardInterrupt
-            done.append(kind)
-            return FIT(self, kind, chosen, seed)
+        def kept(self: FoldTrainer, about: Any, parts: Any, fit: Callable[[Path | None], np.ndarray]) -> Any:
+            def counted(folder: Path | None) -> np.ndarray:
+                if len(done) + 1 == interrupted:
+                    raise KeyboardInterrupt
+                done.append(about["kind"])
+                return fit(folder)
 
-        monkeypatch.setattr(FoldTrainer, "fit", fit)
+            return KEPT(self, about, parts, counted)
+
+        monkeypatch.setattr(FoldTrainer, "_kept", kept)
         return done
 
     return count
@@ -211,7 +214,7 @@ INTERRUPTED = """
 import sys
 import leakmel as lm
 settings = lm.TrainSettings(detector="cnn", epochs=2, epoch_share=0.5, batch_size=64, channels=(2, 4))
-lm.cross_validate(sys.argv[2:], out=sys.argv[1], settings=settings, jobs=2, seeds=3, device="cpu", progress="none")
+lm.cross_validate(sys.argv[2:], out=sys.argv[1], settings=settings, jobs=2, device="cpu", progress="none")
 """
 
 
@@ -234,8 +237,8 @@ def test_interrupted_processes_end_and_keep_their_fits(small_sets: Path, tmp_pat
     assert [p.pid for p in left if p.is_running()] == []
     assert "Exception in thread" not in log.read_text()
     settings = lm.TrainSettings(detector="cnn", epochs=2, epoch_share=0.5, batch_size=64, channels=(2, 4))
-    resumed = cross_validated(small_sets, settings, seeds=3, out=out)
-    assert resumed.n_done <= len(resumed.folds) - kept
+    resumed = cross_validated(small_sets, settings, out=out)
+    assert resumed.n_done <= resumed.n_fits - kept
 
 
 def group_of(pid: int) -> int | None:
@@ -330,6 +333,7 @@ def test_network_and_choice_inside_each_fold(
 ) -> None:
     network = cross_validated(small_sets, lm.TrainSettings(detector="cnn", **TINY), n_folds=2)
     assert network.kinds == {"cnn": 2}
+    assert network.n_fits == 12, "five folds inside each of two choose vote and threshold"
     assert len(network.verdict.against) == 3
     seen = count_fits()
     chosen = cross_validated(small_sets, lm.TrainSettings(detector="blend", **TINY), n_folds=2, out=tmp_path)

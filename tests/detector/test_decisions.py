@@ -37,6 +37,7 @@ from leakmel.detector.model.card import (
     brier_from_plain,
     evaluation_record,
     evaluation_result,
+    evaluation_text,
     next_steps,
     provenance_of,
     record_from_plain,
@@ -308,15 +309,16 @@ def test_summary_of_a_training_says_how_the_detector_was_evaluated(small_sets: P
     operation, run = make(Train, given | {"epoch_share": 0.1, "device": "cpu"}), Run("none", keeps=True)
     plan = operation.plan(run)
     result = operation.train(plan, run)
-    assert "Never evaluated" in repr(result)
+    assert "In cross-validation inside its training set" in repr(result)
     found = operation.evaluate(plan, result, run)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["evaluation"]["verdict"]
-    (record,) = load_detector(result.model_path).evaluations
-    assert summary["evaluation_result"] == evaluation_result([record]) != "never evaluated"
-    assert summary["next_steps"] == next_steps([record])
+    records = load_detector(result.model_path).evaluations
+    assert [r.kind for r in records] == [CROSS_VALIDATION, TEST_SET]
+    assert summary["evaluation_result"] == evaluation_result(records) != "never evaluated"
+    assert summary["next_steps"] == next_steps(records, model=summary["model"])
     assert run_summary(result, found) == summary | {"evaluation": found and found.summary}
-    assert "Never evaluated" not in repr(result)
+    assert evaluation_text(records) in " ".join(repr(result).split())
 
 
 def test_detector_without_evaluation_is_reported(trained: Path, tmp_path: Path) -> None:

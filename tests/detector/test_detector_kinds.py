@@ -353,15 +353,18 @@ def test_no_other_training_is_replaced(sets, alone, tmp_path):
 def test_an_interrupted_cross_validation_continues_with_the_missing_fit(sets, chosen, tmp_path, monkeypatch):
     monkeypatch.setattr(folds_module, "MIN_FOR_NETWORK", 40)
     settings = lm.TrainSettings(detector="auto", **SMALL)
-    fit, done = folds_module.FoldTrainer.fit, list[str]()
+    kept, done = folds_module.FoldTrainer._kept, list[str]()
 
-    def interrupted(self: Any, kind: str, *args: Any) -> Any:
-        done.append(kind)
-        if len(done) == 8:
-            raise KeyboardInterrupt
-        return fit(self, kind, *args)
+    def interrupted(self: Any, about: Any, parts: Any, fit: Any) -> Any:
+        def noted(folder: Path | None) -> np.ndarray:
+            done.append(about["kind"])
+            if len(done) == 8:
+                raise KeyboardInterrupt
+            return fit(folder)
 
-    monkeypatch.setattr(folds_module.FoldTrainer, "fit", interrupted)
+        return kept(self, about, parts, noted)
+
+    monkeypatch.setattr(folds_module.FoldTrainer, "_kept", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
     assert done == ["spectral"] * 5 + ["cnn"] * 3
@@ -419,7 +422,7 @@ def test_groups_stay_together_and_labels_are_in_every_training_part():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "n_loaded"), [("spectral", 0), ("cnn", 2)])
+@pytest.mark.parametrize(("kind", "n_loaded"), [("spectral", 0), ("cnn", 6)])
 def test_only_the_recordings_of_a_network_are_loaded_into_memory(
     sets, trained, tmp_path, monkeypatch, kind, n_loaded
 ):
@@ -432,7 +435,7 @@ def test_only_the_recordings_of_a_network_are_loaded_into_memory(
     monkeypatch.setattr(segments, "load_items", load)
     settings = lm.TrainSettings(detector=kind, **SMALL)
     made = lm.train(sets["training"], sets["validation"], out=tmp_path / "run", settings=settings, **QUIET)
-    assert len(loaded) == n_loaded  # training and validation
+    assert len(loaded) == n_loaded  # those of five folds, and all of them
     assert made.detector.thresholds == trained[kind].detector.thresholds
     if kind == "spectral":
         lm.cross_validate(sets["training"], settings=settings, jobs=1, n_draws=100, **QUIET)
@@ -449,7 +452,8 @@ def test_of_many_recordings_a_fold_with_both_labels_is_scored(sets, monkeypatch,
             fold[np.flatnonzero(classes == 0)[:2]] = 2
         return fold
 
-    monkeypatch.setattr(folds_module, "MOST_FOR_FOLDS", 20)
+    for name, value in (("MOST_FOR_FOLDS", 20), ("MOST_FOR_NETWORKS", 20), ("MOST_FOLDS_S", 0)):
+        monkeypatch.setattr(folds_module, name, value)
     monkeypatch.setattr(folds_module, "make_folds", folds_of_one_label)
     with lm.open_dataset(sets["training"]) as ds:
         rows = np.arange(len(ds))

@@ -70,11 +70,11 @@ def count_fits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def count(interrupted: int = 0) -> list[str]:
         done: list[str] = []
 
-        def fit(self: FoldTrainer, kind: str, chosen: np.ndarray, seed: int = 0) -> Any:
+        def fit(self: FoldTrainer, kind: str, *args: Any) -> Any:
             if len(done) + 1 == interrupted:
                 raise KeyboardInterrupt
             done.append(kind)
-            return FIT(self, kind, chosen, seed)
+            return FIT(self, kind, *args)
 
         monkeypatch.setattr(FoldTrainer, "fit", fit)
         return done

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from leakmel.detector.metrics.significance import Difference, interval_from_draw
 from leakmel.detector.model.files import pick_device
 from leakmel.detector.model.settings import CheckpointSettings, TrainSettings
 from leakmel.detector.train import state as training_state
-from leakmel.detector.train.loop import TrainResult, train
+from leakmel.detector.train.loop import TrainResult, train, train_with_validation
 from leakmel.detector.train.state import open_training, trailing_silence
 from leakmel.detector.train.step import Stepper
 from leakmel.operations.detector import Train
@@ -51,7 +52,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def trained(network: Path, out: Path, **options: Any) -> TrainResult:
+def trained(network: Path, out: Path, by: Callable = train_with_validation, **options: Any) -> TrainResult:
     given: dict[str, Any] = {
         "out": out,
         "settings": TINY,
@@ -59,7 +60,7 @@ def trained(network: Path, out: Path, **options: Any) -> TrainResult:
         "progress": False,
         "checkpoints": CheckpointSettings(fsync=False),
     }
-    return train(*(network / "sets" / n for n in NAMES[:2]), **given | options)
+    return by(*(network / "sets" / n for n in NAMES[:2]), **given | options)
 
 
 @pytest.mark.slow
@@ -70,7 +71,7 @@ def test_missing_device_is_named(
     with pytest.raises(UsageError, match="no such"):
         pick_device(device)
     with pytest.raises(UsageError, match="no such"):
-        trained(network, tmp_path / "run", device=device)
+        trained(network, tmp_path / "run", train, device=device)
     assert (
         main(["train", str(network / "sets"), "--out", str(tmp_path / "run"), "--device", device, *WORDS])
         == 2
@@ -164,7 +165,7 @@ def test_files_of_other_programs_are_not_replaced(
         (tmp_path / name).write_bytes(content)
     before = (tmp_path / name).read_bytes()
     with raises("other-file-in-the-way", OutputError, path=tmp_path / name):
-        trained(network, tmp_path)
+        trained(network, tmp_path, train)
     assert (tmp_path / name).read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
@@ -262,7 +263,7 @@ def test_trailing_silence_is_excluded_and_reported(network: Path, tmp_path: Path
         )
     ]
     files = {p.name: p for p in built}
-    done = train(
+    done = train_with_validation(
         files[NAMES[0]], out=tmp_path / "run", settings=replace(TINY, epochs=1), device="cpu", progress=False
     )
     output = "75.0% of the long segments are silence behind them and left out"

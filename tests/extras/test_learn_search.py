@@ -34,7 +34,7 @@ from leakmel.core.files import OutputLock
 from leakmel.detector.data.splits import LeakySplitWarning, group_split
 from leakmel.detector.model.detector import load_detector
 from leakmel.detector.model.settings import CheckpointSettings, TrainSettings
-from leakmel.detector.train.loop import train
+from leakmel.detector.train.loop import train, train_with_validation
 from leakmel.extras import search as module
 from leakmel.extras.search import (
     DEFAULT_SPACE,
@@ -153,7 +153,9 @@ def test_first_trial_has_the_base_settings(sets: Path, right: SearchResult, tmp_
         "channels": [4, 8],
         "band_mask_width": 6,
     }, "outside of a range or not"
-    alone = train(*files(sets), out=tmp_path / "run", settings=TINY, device="cpu", progress=False)
+    alone = train_with_validation(
+        *files(sets), out=tmp_path / "run", settings=TINY, device="cpu", progress=False
+    )
     assert right.base.f1s == tuple(e.f1 for e in alone.epochs)
     assert len(right.trials) == LAST
     for t in right.trials[1:]:
@@ -174,7 +176,9 @@ def test_the_same_search_makes_the_same_trials(sets: Path, right: SearchResult, 
 def test_train_with_the_settings_that_were_found_makes_the_model(
     sets: Path, right: SearchResult, tmp_path: Path
 ) -> None:
-    again = train(*files(sets), out=tmp_path / "run", settings=right.settings, device="cpu", progress=False)
+    again = train_with_validation(
+        *files(sets), out=tmp_path / "run", settings=right.settings, device="cpu", progress=False
+    )
     found = load_detector(right.model_path)
     assert all(
         np.array_equal(x, y)
@@ -423,7 +427,9 @@ def test_processes_train_several_trials(
         searched(sets, tmp_path / "run", cluster=pool)
     assert (tmp_path / "run" / "search.json").read_bytes() == before
     assert not stored(tmp_path / "run", running=True)
-    alone = train(*files(sets), out=tmp_path / "one", settings=result.settings, device="cpu", progress=False)
+    alone = train_with_validation(
+        *files(sets), out=tmp_path / "one", settings=result.settings, device="cpu", progress=False
+    )
     assert result.best.f1s == tuple(e.f1 for e in alone.epochs), "training is the same in each process"
 
 
@@ -885,7 +891,7 @@ def test_restarted_search_gives_one_hint_when_interrupted(
         e.add_note("the same command resumes from there")
         raise e
 
-    monkeypatch.setattr(module, "train", dying)
+    monkeypatch.setattr(module, "train_with_validation", dying)
     for resume in ("never", "auto"):
         with pytest.raises(KeyboardInterrupt) as raised:
             searched(sets, tmp_path / resume, resume=resume)
@@ -894,7 +900,9 @@ def test_restarted_search_gives_one_hint_when_interrupted(
 
 
 def test_folder_of_another_program_is_not_changed(sets: Path, right: SearchResult, tmp_path: Path) -> None:
-    trained = train(*files(sets), out=tmp_path / "model", settings=STAGED, device="cpu", progress=False)
+    trained = train_with_validation(
+        *files(sets), out=tmp_path / "model", settings=STAGED, device="cpu", progress=False
+    )
     with raises("output-exists", path=trained.model_path.parent):
         searched(sets, trained.model_path.parent)
     with raises("other-file-in-the-way", OutputError):
@@ -930,7 +938,9 @@ def test_missing_optuna_names_the_package_to_install(
     assert main(["search", str(sets), "--out", str(tmp_path / "run"), *WORDS]) == 2
     assert "[search]" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    trained = train(*files(sets), out=tmp_path / "model", settings=STAGED, device="cpu", progress=False)
+    trained = train_with_validation(
+        *files(sets), out=tmp_path / "model", settings=STAGED, device="cpu", progress=False
+    )
     assert trained.epochs, "nothing else needs it"
 
 
@@ -1067,12 +1077,12 @@ def test_a_trial_has_the_f1_of_the_epoch_that_was_kept(
     found = Trial(0, "complete", {}, (0.9, 0.8), (0.3, 0.1), 1.0, best_epoch=2)
     assert found.f1 == 0.8
     assert best_of([found, Trial(1, "complete", {}, (0.85,), (0.2,), 1.0)]).number == 1
-    real = module.train
+    real = module.train_with_validation
 
     def first_kept(**how: Any) -> Any:
         return replace(real(**how), best_epoch=1)
 
-    monkeypatch.setattr(module, "train", first_kept)
+    monkeypatch.setattr(module, "train_with_validation", first_kept)
     searched(sets, tmp_path / "run", trials=1, again=0)
     (only,) = stored(tmp_path / "run")
     assert (only.best_epoch, only.f1) == (1, only.f1s[0])

@@ -793,7 +793,8 @@ def learning_curve(
 
     The gain of a curve is the pooled AUC (mean over seeds) with all training recordings less that with about half of
     them. More of them *would help* where the 95 % bootstrap interval of the gain over groups lies above 0, *would
-    hardly help* where it lies within 0.01 of 0, and otherwise it *cannot be told*.
+    hardly help* where it lies within 0.01 of 0, and otherwise it *cannot be told*. The AUC needs no threshold, so no folds
+    are made inside the training recordings, and a network is trained for all epochs.
     """
     shares = sorted({float(share) for share in (folds.SHARES if sizes is None else sizes)} - {1.0})
     settings = settings or TrainSettings()

@@ -161,7 +161,7 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     # voting rule that combines the scores of the segments; auto: chosen on the validation set
     vote: Literal["auto", "mean", "long_vote", "any_long", "frac_vote"] = "auto"
     vote_share: float = 0.5  # vote frac_vote: share of the long segments that must agree, 0 to 1
-    # stop after this number of epochs without a lower mean validation loss of three epochs; 0: never
+    # search and rounds: stop after this number of epochs without a lower mean validation loss of three epochs; 0: never
     early_stop_epochs: int = 8
     seed: int = 0  # random seed of order, augmentation, dropout and first weights
     profile_every: int = 50  # number of batches of which one is timed on a GPU; on the CPU all are

@@ -8,12 +8,14 @@ __all__ = []
 # %% ../../../nbs/detector/train/folds.ipynb #fo000003
 import io
 import json
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +29,7 @@ from leakmel.core.cluster import Cluster, open_cluster, run_tasks
 from leakmel.core.errors import DataError, UsageError, how_many, show_path
 from leakmel.core.files import read_own, sealed, write_whole
 from leakmel.core.monitor import free_memory, usable_cores
-from leakmel.core.progress import Progress
+from leakmel.core.progress import Progress, announce
 from leakmel.core.threads import safe_module_path
 from leakmel.detector.data.segments import Segments
 from leakmel.detector.data.splits import (
@@ -53,8 +55,16 @@ from leakmel.detector.metrics.metrics import (
 from leakmel.detector.model import spectral
 from leakmel.detector.model.card import CROSS_VALIDATION, EvaluationRecord, evaluation_record
 from leakmel.detector.model.detector import BlendClassifier, BlendSettings, Detector, platt, score_rows
+from leakmel.detector.model.files import remove_file
 from leakmel.detector.model.settings import SPEED_ONLY, TrainSettings, with_length
-from leakmel.detector.train.state import TrainingData, TrainingState, detector_facts, detector_of
+from leakmel.detector.train.state import (
+    TrainingData,
+    TrainingState,
+    detector_facts,
+    detector_of,
+    end_epoch,
+    validation_figures,
+)
 from leakmel.recordings.wav import digest_of
 
 # %% ../../../nbs/detector/train/folds.ipynb #fo000005
@@ -173,17 +183,43 @@ def calibration_line(
     return max(MIN_MEMBER_SLOPE, float(line.coef_[0, 0])), float(line.intercept_[0])
 
 
+MOST_MEASURED = 60  # recordings from which the time of a training is estimated
+
+
+def train_without_checkpoints(state: TrainingState, folder: Path | None = None) -> None:
+    "Train a network to its end."
+    while not state.is_over:
+        for batch in state.loader:
+            state.sums.add(state.stepper.step(batch))
+        end_epoch(state, state.timer.times())
+
+
+def remove_fits(folder: Path, but: Collection[str] = ()) -> None:
+    "Remove kept fits and begun folds, by the names that fits have: nothing of a person's, nor what a link leads to."
+    for old in () if folder.is_symlink() else folder.glob(f"*-{'[0-9a-f]' * 32}*"):
+        if old.stem in but or old.suffix not in ("", ".npy"):
+            continue
+        if old.is_dir() and not old.is_symlink():
+            rmtree(old, ignore_errors=True)
+        else:
+            remove_file(old)
+
+
 @dataclass(eq=False)
 class FoldTrainer:
     "Fits detectors on some of the recordings of data sets, and scores others."
 
     data: TrainingData  # whose training recordings are numbered from 0
-    settings: TrainSettings  # as given: lengths of a training follow from the recordings of each fit
+    # as given: batches and network follow from all recordings, the length of an epoch from those of each fit
+    settings: TrainSettings
     groups: stats.Groups  # of the recordings
     device: str = "cpu"
     folder: Path | None = None  # where scores of finished fits are kept; None: nowhere
     n_threads: int | None = None  # of a fit of trees; None: as many as there are cores
+    # trains a network, perhaps with checkpoints in a folder, from the last one on
+    train: Callable[[TrainingState, Path | None], object] = train_without_checkpoints
     n_done: int = field(default=0, init=False)  # fits of this object
+    used: set[str] = field(default_factory=set, init=False)  # names of the fits that were made or read
 
     @cached_property
     def ds(self) -> Segments:
@@ -195,15 +231,6 @@ class FoldTrainer:
         "Features of all recordings."
         return spectral.spectral_features(self.ds, keep_level=self.settings.keep_level)
 
-    @property
-    def has_folds(self) -> bool:
-        "Whether the groups can be divided into folds: whether a cross-validation is possible."
-        try:
-            make_folds(self.ds.labels, self.groups.code, 5)
-        except DataError:
-            return False
-        return True
-
     def _segments(self, chosen: np.ndarray, level: str) -> Segments:
         return Segments(
             self.data.training.sources,
@@ -214,6 +241,25 @@ class FoldTrainer:
             progress="none",
         )
 
+    def _network(
+        self,
+        learned: np.ndarray,  # [k] int, recordings to train on, ascending
+        seed: int,  # added to the seed of the settings
+        held_out: np.ndarray | None = None,  # [m] int, recordings that are scored after each epoch
+    ) -> TrainingState:
+        "Begin the training of a network."
+        items = self._segments(learned, "long")
+        whole = with_length(self.settings, int(self.ds.segment_counts.sum()))
+        # the network of all recordings is trained to the end of its schedule, so those of folds are, too
+        own = replace(
+            self.settings, batch_size=whole.batch_size, channels=whole.channels, early_stop_epochs=0
+        )
+        settings = replace(with_length(own, len(items)), seed=self.settings.seed + seed)
+        held = None if held_out is None else self._segments(held_out, "recording")
+        identity = {"task": json.dumps(asdict(self.data.task)), "training": "", "validation": ""}
+        data = TrainingData(items, held, self.data.task, None, identity)
+        return TrainingState(data, settings, self.device)
+
     def fit(
         self,
         kind: str,  # "spectral" or "cnn"
@@ -221,23 +267,17 @@ class FoldTrainer:
         seed: int = 0,  # added to the seed of the settings
     ) -> Detector:
         "Fit a detector; a network is trained for all its steps."
-        seed += self.settings.seed
         if kind == "spectral":
             classifier = spectral.fit_spectral(
                 self.features.of(chosen),
                 self.ds.labels[chosen],
                 len(self.data.task.model_names),
-                seed=seed,
+                seed=self.settings.seed + seed,
                 n_threads=self.n_threads,
             )
             return Detector(classifier, **detector_facts(self.data))
-        learned = self._segments(chosen, "long")
-        settings = with_length(self.settings, len(learned))
-        data = TrainingData(learned, None, self.data.task, None, {})
-        with closing(TrainingState(data, replace(settings, seed=seed), self.device)) as state:
-            for _ in range(settings.epochs):
-                for batch in state.loader:
-                    state.stepper.step(batch)
+        with closing(self._network(chosen, seed)) as state:
+            train_without_checkpoints(state)
         return detector_of(state)
 
     def scores(
@@ -248,33 +288,98 @@ class FoldTrainer:
         seed: int = 0,
     ) -> np.ndarray:  # [m, L] float32, of each long segment; NaN after the end of a recording
         "Fit a detector on recordings and score others; the scores of a fit that was finished before are read."
+
+        def fit(folder: Path | None) -> np.ndarray:
+            segments = self._segments(held_out, "recording")
+            found = score_rows(self.fit(kind, learned, seed), segments, device=self.device)
+            self.n_done += 1
+            return found
+
+        return self._kept({"kind": kind, "seed": seed}, (learned, held_out), fit)
+
+    def fold_scores(
+        self,
+        kind: str,  # "spectral" or "cnn"
+        learned: np.ndarray,  # [k] int, recordings to train on, ascending
+        held_out: np.ndarray,  # [m] int, recordings to score, ascending
+        seed: int = 0,
+    ) -> np.ndarray:  # [E, m, L] float32, as `scores`; E: epochs of a network, else 1
+        "Fit a detector on recordings and score others, with a network after each epoch; what was finished before is read."
+        if kind == "spectral":
+            return self.scores(kind, learned, held_out, seed)[None]
+
+        def fit(folder: Path | None) -> np.ndarray:
+            with closing(self._network(learned, seed, held_out)) as state:
+                state.scored = []
+                self.train(state, folder)
+                self.n_done += 1
+                return np.stack(state.scored)
+
+        return self._kept({"kind": "cnn", "seed": seed, "epochs": "each"}, (learned, held_out), fit)
+
+    def expected_s(
+        self,
+        n_fits: int,  # of networks, with nearly all recordings each
+    ) -> float:
+        "Estimate the seconds of the training of networks by a few steps and scores."
+        n_items = int(self.ds.segment_counts.sum())
+        s = with_length(self.settings, n_items)
+        step_s, score_s = self._kept({"kind": "time"}, [], self._measure)
+        n_steps = s.epochs * math.ceil(s.epoch_share * n_items / (s.batch_size * s.accumulate_batches))
+        return float(n_fits * n_steps * step_s + s.epochs * n_items * score_s)
+
+    def _measure(self, folder: Path | None) -> np.ndarray:
+        "Measure the seconds of a step, and of the score of a long segment."
+        labels = pd.Series(self.ds.labels)
+        n_each = math.ceil(MOST_MEASURED / labels.nunique())
+        some = np.flatnonzero(labels.groupby(labels).cumcount() < n_each)  # each class needs some
+        with closing(self._network(some, 0, some)) as state:
+            batch = next(iter(state.loader))
+            times = [time.perf_counter()]
+            for _ in range(3):  # the first one allocates memory
+                float(state.stepper.step(batch).loss)
+                times.append(time.perf_counter())
+            score_rows(detector_of(state), self._segments(some, "recording"), device=self.device)
+            scored_s = time.perf_counter() - times[-1]
+            return np.array([min(np.diff(times[1:])), scored_s / int(self.ds.segment_counts[some].sum())])
+
+    def _kept(
+        self,
+        about: Mapping[str, Any],  # what is fitted
+        parts: Sequence[np.ndarray],  # [n] int, recordings
+        # called with a folder for checkpoints, which is removed afterwards; None: there is none
+        fit: Callable[[Path | None], np.ndarray],
+    ) -> np.ndarray:
+        "Return what a fit gives, or what it gave when it was finished before."
         # kinds share their fits, and another version may fit otherwise
         about = {
-            "kind": kind,
-            "seed": seed,
+            **about,
             "identity": {n: v for n, v in self.data.identity.items() if n != "validation"},
             "settings": {
                 n: v for n, v in asdict(self.settings).items() if n not in (*SPEED_ONLY, "detector")
             },
             "leakmel": __version__,
         }
-        rows = [self.data.training.rows[some].tobytes() for some in (learned, held_out)]
+        rows = [self.data.training.rows[some].tobytes() for some in parts]
         digest = digest_of(b"\0".join([json.dumps(about, sort_keys=True).encode(), *rows]))
-        path = None if self.folder is None else self.folder / f"{kind}-{digest}.npy"
-        if path is not None:
-            with suppress(OSError, ValueError):  # missing or damaged: fitted again
-                stored: np.ndarray = np.load(io.BytesIO(read_own(path, strict=True)), allow_pickle=False)
-                return stored
-        segments = self._segments(held_out, "recording")
-        found = score_rows(self.fit(kind, learned, seed), segments, device=self.device)
-        self.n_done += 1
-        if path is not None:
-            np.save(content := io.BytesIO(), found)
-            write_whole(path, sealed(content.getvalue()), sync=False)
+        if self.folder is None:
+            return fit(None)
+        path = self.folder / f"{about['kind']}-{digest}.npy"
+        self.used.add(path.stem)
+        with suppress(OSError, ValueError):  # missing or damaged: fitted again
+            stored: np.ndarray = np.load(io.BytesIO(read_own(path, strict=True)), allow_pickle=False)
+            return stored
+        found = fit(path.with_suffix(""))
+        np.save(content := io.BytesIO(), found)
+        write_whole(path, sealed(content.getvalue()), sync=False)
+        if not self.folder.is_symlink():
+            rmtree(path.with_suffix(""), ignore_errors=True)
         return found
 
 # %% ../../../nbs/detector/train/folds.ipynb #fo000010
 MOST_FOR_FOLDS = 500  # recordings
+MOST_FOR_NETWORKS = 2_000  # recordings that folds of networks score, however long they take
+MOST_FOLDS_S = 3600.0  # of more recordings
 MIN_FOR_NETWORK = 2_000  # recordings; with fewer, "auto" tries no network
 ONE_KIND = f"Below {MIN_FOR_NETWORK:,} recordings only spectral is tried."
 
@@ -304,6 +409,13 @@ class Choice:
     segment_scores: np.ndarray  # [m, L] of the chosen kind
     lines: tuple[tuple[float, float], ...]  # calibration of the members of a blend
     reason: str  # a sentence
+    # of a network: figures of the scored recordings after each epoch; empty: there is none
+    curve: tuple[Mapping[str, float], ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        "Seconds of all fits of this run."
+        return float(sum(t["seconds"] for t in self.tried if t["kind"] != "blend"))
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -346,21 +458,21 @@ def choose_kind(
             raise
         return None
     parts = list(range(int(fold.max()) + 1))
-    if len(chosen) > MOST_FOR_FOLDS:  # the first one with leaks and others is enough
+    wanted = kinds_to_fit(detector, len(chosen))
+    if not _scores_all(trainer, wanted, len(chosen), len(parts), progress):
+        # the first one with leaks and others is enough
         parts = [k for k in parts if 0 < is_leak[fold == k].mean() < 1][:1] or parts
     scored = np.flatnonzero(np.isin(fold, parts))
-    wanted = kinds_to_fit(detector, len(chosen))
     found: dict[str, np.ndarray] = {}
     seconds: dict[str, float] = {}
+    curve: tuple[dict[str, float], ...] = ()
     with Progress(len(wanted) * len(parts), label="cross-validation", show=progress) as bar:
         for kind in wanted:
             began = time.perf_counter()
-            out = np.full((len(chosen), trainer.ds.row_shape[0]), np.nan, np.float32)
-            for k in parts:
-                bar.update(bar.n_done, f"{kind}, fold {k + 1}")
-                out[fold == k] = trainer.scores(kind, chosen[fold != k], chosen[fold == k], seed)
-                bar.update(bar.n_done + 1)
-            found[kind] = out[scored]
+            each = _out_of_fold(trainer, kind, (chosen, fold, parts), seed, bar)
+            found[kind] = each[-1]
+            if kind == "cnn":
+                curve = _curve(is_leak[scored], each, trainer.settings)
             seconds[kind] = time.perf_counter() - began
     own, truth = groups.of(scored), is_leak[scored]
     lines: list[tuple[float, float]] = []
@@ -391,7 +503,64 @@ def choose_kind(
         segment_scores=found[kind],
         lines=tuple(lines),
         reason=next(text for text, holds in reasons.items() if holds),
+        curve=() if kind == "spectral" else curve,
     )
+
+
+def _scores_all(
+    trainer: FoldTrainer,
+    kinds: Sequence[str],  # that are fitted
+    n: int,  # recordings
+    n_folds: int,
+    show: str,  # as for Progress
+) -> bool:
+    "Decide whether all folds are scored, and show how long networks take."
+    if "cnn" not in kinds:
+        return n <= MOST_FOR_FOLDS
+    if n <= MOST_FOR_NETWORKS and show == "none":
+        return True
+    seconds = trainer.expected_s(n_folds + 1)
+    is_short = n <= MOST_FOR_NETWORKS or seconds <= MOST_FOLDS_S
+    texts = (
+        f"Folds of networks would take about {seconds / 60:,.1f} min: one part of the recordings is held out "
+        "once to choose the threshold, and the detector is fitted on all of them, in about "
+        f"{trainer.expected_s(2) / 60:,.1f} min.",
+        f"{how_many(n_folds, 'fold')} and a fit on all recordings: about {seconds / 60:,.1f} min, "
+        "by measured steps of the network.",
+    )
+    announce(texts[is_short], show=show)
+    return is_short
+
+
+def _out_of_fold(
+    trainer: FoldTrainer,
+    kind: str,
+    divided: tuple[np.ndarray, np.ndarray, Sequence[int]],  # [k] recordings, [k] their folds; folds to score
+    seed: int,
+    bar: Progress,
+) -> np.ndarray:  # [E, m, L], as `fold_scores`
+    "Score recordings by fits without their folds."
+    chosen, fold, parts = divided
+    each = list[np.ndarray]()
+    for k in parts:
+        bar.update(bar.n_done, f"{kind}, fold {k + 1}")
+        each.append(trainer.fold_scores(kind, chosen[fold != k], chosen[fold == k], seed))
+        bar.update(bar.n_done + 1)
+    scored = fold[np.isin(fold, parts)]
+    joined = np.full((len(each[0]), len(scored), trainer.ds.row_shape[0]), np.nan, np.float32)
+    for k, scores in zip(parts, each, strict=True):
+        joined[:, scored == k] = scores
+    return joined
+
+
+def _curve(
+    is_leak: np.ndarray,  # [n] bool
+    scores: np.ndarray,  # [E, n, L] after each epoch
+    settings: TrainSettings,
+) -> tuple[dict[str, float], ...]:
+    "Return figures of each epoch with the rule that suits it best, named as in `EpochFigures`."
+    rules = [choose_rule(is_leak, own, settings.vote, settings.vote_share) for own in scores]
+    return tuple(validation_figures(own, is_leak, rule) for own, rule in zip(scores, rules, strict=True))
 
 
 def _evaluate_kind(
@@ -422,9 +591,7 @@ def blend_of(
 
 # %% ../../../nbs/detector/train/folds.ipynb #cv000011
 QUALITY = ("auc", "balanced_accuracy")  # figures of a fold
-NO_CHOICE = (
-    "Where training recordings have too few groups for folds, the kind is spectral, and the threshold 0.5."
-)
+NO_CHOICE = "Where training recordings have too few groups for folds, the kind is spectral if none was asked for, and the threshold 0.5."
 
 
 @dataclass(frozen=True, eq=False)
@@ -451,12 +618,13 @@ def _score_fit(
     wanted = kinds_to_fit(asked, len(fit.learned))
     kind, reason = wanted[0], ONE_KIND if asked == "auto" else f"{asked} was asked for."
     lines = {kind: (1.0, 0.0)}  # calibration of each kind that is fitted
-    n_fits, rule = 1, DecisionRule()
+    n_fits = 1
+    rule = DecisionRule()
     with ExitStack() as stack, threadpool_limits(1):
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        # kind, vote and threshold are part of what is evaluated: chosen on the training recordings (a network's folds would take too long)
-        if features and "spectral" in wanted:
+        # kind, vote and threshold are part of what is evaluated: chosen on the training recordings
+        if features:
             reason = NO_CHOICE
             if choice := choose_kind(trainer, fit.learned, groups=fit.groups, detector=asked, seed=fit.seed):
                 kind, reason = choice.kind, choice.reason
@@ -602,36 +770,30 @@ def _reliability(detector: Detector, trainer: FoldTrainer) -> tuple[Brier, ...]:
 
 def with_decision(
     detector: Detector,
-    data: TrainingData,
-    settings: TrainSettings,
-    choice: Choice | None,  # None: no cross-validation
-    # of the choice; None: a network was asked for, and its best epoch chose the rule
-    trainer: FoldTrainer | None,
+    choice: Choice | None,  # None: no folds were possible
+    trainer: FoldTrainer,  # of the choice
+) -> Detector:
+    "Choose vote and threshold on out-of-fold scores, and add these scores and the evaluation."
+    detector = replace(detector, record=detector.record | {"choice": choice and choice.summary})
+    if choice is None:
+        return detector
+    source = f"{how_many(len(choice.scored), 'recording')} in cross-validation"
+    is_leak = trainer.ds.is_leak[choice.scored]
+    settings = trainer.settings
+    rule = choose_rule(is_leak, choice.segment_scores, settings.vote, settings.vote_share, source)
+    detector = replace(detector, **rule.options())
+    detector = detector.with_held_out(choice.segment_scores, is_leak, choice.groups, source)
+    evaluations = (_inner_evaluation(choice, trainer),)
+    return replace(detector, evaluations=evaluations, reliability=_reliability(detector, trainer))
+
+
+def with_validation(
+    detector: Detector,  # whose best epoch chose vote and threshold
+    validation: Segments,  # recordings
     device: str,
 ) -> Detector:
-    "Choose vote and threshold on recordings that were not trained on, and add their scores and the evaluation."
-    found: list[
-        tuple[np.ndarray, np.ndarray, stats.Groups, str]
-    ] = []  # segment scores, truth, groups, and a name
-    if trainer is not None:
-        detector = replace(detector, record=detector.record | {"choice": choice and choice.summary})
-    if trainer is not None and choice is not None:
-        name = f"{how_many(len(choice.scored), 'recording')} in cross-validation"
-        found.append((choice.segment_scores, trainer.ds.is_leak[choice.scored], choice.groups, name))
-        detector = replace(detector, evaluations=(_inner_evaluation(choice, trainer),))
-    if data.validation is not None:
-        name = how_many(len(data.validation.rows), "validation recording")
-        groups = stats.recording_groups(recordings_of(data.validation))
-        scores = score_rows(detector, data.validation, device=device)
-        found.append((scores, data.validation.is_leak, groups, name))
-    if not found:
-        return detector
-    segments, is_leak = (np.concatenate([own[k] for own in found]) for k in (0, 1))
-    source = " and ".join(name for *_, name in found)
-    if trainer is not None:  # else the best epoch chose it
-        rule = choose_rule(is_leak, segments, settings.vote, settings.vote_share, source)
-        detector = replace(detector, **rule.options())
-    group = np.concatenate([np.array(groups.names)[groups.code] for _, _, groups, _ in found])
-    groups = stats.encode_groups((found[0][2] if trainer is None else trainer.groups).by, group)
-    detector = detector.with_held_out(segments, is_leak, groups, source)
-    return detector if trainer is None else replace(detector, reliability=_reliability(detector, trainer))
+    "Add the scores of validation recordings."
+    groups = stats.recording_groups(recordings_of(validation))
+    source = how_many(len(validation.rows), "validation recording")
+    scores = score_rows(detector, validation, device=device)
+    return detector.with_held_out(scores, validation.is_leak, groups, source)

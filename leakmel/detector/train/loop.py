@@ -17,9 +17,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, BinaryIO, Literal, Self, cast
 
 import numpy as np
 import pandas as pd
@@ -41,8 +42,9 @@ from leakmel.detector.train.folds import (
     blend_of,
     choose_kind,
     joined_groups,
-    kinds_to_fit,
+    remove_fits,
     with_decision,
+    with_validation,
 )
 from leakmel.detector.train.step import loader_advice
 from leakmel.recordings.labels import LabelTable, counts_text
@@ -75,7 +77,7 @@ class TrainingRun:
     def save(self) -> None:
         "Write a checkpoint, and the best detector where there is a new one."
         state = self.state
-        if state.best is not None and state.best.epoch != self.kept_best:
+        if state.best is not None and state.best.epoch != self.kept_best and state.scored is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             states.detector_of(state, best=True).save(self.folder / "best.pt", sync=self.keep.fsync)
             self.kept_best = state.best.epoch
@@ -179,8 +181,12 @@ def resume_hint(run: TrainingRun, resume: str) -> str:
     n = files.list_checkpoints(run.folder)
     if not n:
         return "no checkpoint was written yet: the same command starts again"
-    same = "the same command" + (" without resume='never'" if resume == "never" else "")
-    return f"a checkpoint was written after step {n[-1].step:,}: {same} resumes from there ({show_path(run.folder)})"
+    return f"a checkpoint was written after step {n[-1].step:,}: {_same_command(resume)} ({show_path(run.folder)})"
+
+
+def _same_command(resume: str) -> str:
+    without = " without resume='never'" if resume == "never" else ""
+    return f"the same command{without} resumes from there"
 
 # %% ../../../nbs/detector/train/loop.ipynb #8bc5bcc5
 class DeferredSignals:
@@ -331,41 +337,40 @@ class TrainResult(RowTable):
         if not self.epochs:
             return []
         s = self.summary
+        n_epochs = f"{len(self.epochs)} of {s['settings']['epochs']}"
+        if s.get("choice"):  # the evaluation has the figures
+            return [("epochs", f"{n_epochs}, on all recordings")]
         best = self.epochs[self.best_epoch - 1]
         f1 = "not known: there was no validation, so the last epoch was kept"
         if not math.isnan(best.f1):
-            of = f"{how_many(s['validation']['recordings'], 'recording')} of validation"
-            f1 = f"{best.f1:.4f} of {of}, which chose epoch and threshold (AUC {best.auc:.4f})"
+            of = how_many(s["validation"]["recordings"], "recording")
+            f1 = f"{best.f1:.4f} of {of} of validation, which chose epoch and threshold (AUC {best.auc:.4f})"
         early = ", stopped early" if s["stopped_early"] else ""
-        return [
-            (
-                "epochs",
-                f"{len(self.epochs)} of {s['settings']['epochs']}{early}; the best is {self.best_epoch}",
-            ),
-            ("F1", f1),
-        ]
+        return [("epochs", f"{n_epochs}{early}; the best is {self.best_epoch}"), ("F1", f1)]
 
 # %% ../../../nbs/detector/train/loop.ipynb #78e2e85c
 def finish_training(
     run: TrainingRun,
     start_text: str,  # of `begin_training`
-    choice: Choice | None = None,  # of the kind; None: a network was asked for
-    trainer: FoldTrainer | None = None,  # of the training recordings
+    choice: Choice | None = None,  # of `choose_kind`; None: no folds were possible
+    # of the choice; None: validation chose epoch and threshold
+    trainer: FoldTrainer | None = None,
 ) -> TrainResult:
     "Write the model of a network, and its summary."
     state = run.state
     if state.best_figures is None:
         raise DataError("the training has no finished epoch", code="nothing-learned", path=run.out)
     detector = states.detector_of(state, best=True)
-    if choice is not None and trainer is not None and choice.kind == "blend":
-        spectral = trainer.fit("spectral", np.arange(len(trainer.ds.rows)))
-        detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
-    chooser = None if choice is None else trainer
-    detector = with_decision(detector, state.data, state.settings, choice, chooser, str(state.stepper.device))
-    if choice is None and trainer is not None and not trainer.has_folds:  # no cross-validation is advised
-        detector = replace(detector, record=detector.record | {"choice": None})
+    if trainer is not None:
+        if choice is not None and choice.kind == "blend":
+            spectral = trainer.fit("spectral", np.arange(len(trainer.ds.rows)))
+            detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
+        detector = with_decision(detector, choice, trainer)
+    elif state.data.validation is not None:
+        detector = with_validation(detector, state.data.validation, str(state.stepper.device))
     states.write_history(run.out / "history.csv", state.epochs)
-    return _write_result(run.out, detector, state.data, run.seconds, start_text, state)
+    seconds = run.seconds + (choice.seconds if choice else 0)
+    return _write_result(run.out, detector, state.data, seconds, start_text, state)
 
 
 def _write_result(
@@ -433,8 +438,8 @@ def _fold_trainer(
 
 
 NO_FOLDS = (
-    "cross-validation is not possible: a label would be missing in training. A spectral detector is fitted on all "
-    "recordings, with the threshold of validation or 0.5"
+    "cross-validation is not possible: a label would be missing in training. The detector is fitted on all "
+    "recordings, a network for all epochs, and the threshold is 0.5"
 )
 
 
@@ -456,10 +461,8 @@ def _train_spectral(
         "best_epoch": 0,
     }
     fitted = replace(fitted, record=record, provenance=data.provenance)
-    detector = with_decision(fitted, data, settings, choice, trainer, trainer.device)
-    seconds = time.perf_counter() - began
-    if choice is not None:
-        seconds += sum(t["seconds"] for t in choice.tried if t["kind"] != "blend")
+    detector = with_decision(fitted, choice, trainer)
+    seconds = time.perf_counter() - began + (choice.seconds if choice else 0)
     detector = replace(detector, record=detector.record | {"seconds": seconds})
     return _write_result(out, detector, data, seconds, "Fitted.")
 
@@ -493,14 +496,30 @@ def _finished(
     return None
 
 # %% ../../../nbs/detector/train/loop.ipynb #d1180cd6
+def _train_fold(
+    keep: CheckpointSettings,
+    resume: str,  # as for `train`: only a hint names it
+    state: states.TrainingState,  # with the held-out recordings as validation
+    folder: Path | None,
+) -> None:
+    "Train the network of a fold, or go on from its last checkpoint."
+    run = TrainingRun(state, cast(Path, folder), keep)
+    begin_training(run, "auto")
+    with (
+        DeferredSignals(lambda: resume_hint(run, resume)) as stop,
+        states.TrainingDisplay(state, "none") as watch,
+    ):
+        train_epochs(run, watch, stop)
+
+
 SAMPLE_S = 1.0  # between samples of memory and GPU use, which take less than a thousandth of it
 
 
 def train_network(
     run: TrainingRun,
     resume: str,  # as for `train`
-    choice: Choice | None = None,  # of the kind; None: a network was asked for
-    trainer: FoldTrainer | None = None,  # of the training recordings
+    choice: Choice | None = None,  # as for `finish_training`
+    trainer: FoldTrainer | None = None,
     show: str = "auto",  # as for Progress
     after_epoch: AfterEpoch = None,  # as for `train`
 ) -> TrainResult:
@@ -516,10 +535,40 @@ def train_network(
                 train_epochs(run, watch, stop, after_epoch)
             return finish_training(run, start_text, choice, trainer)
 
+# %% ../../../nbs/detector/train/loop.ipynb #7c1f40aa
+def train_with_validation(
+    training: states.Sources,
+    validation: states.Sources | None = None,
+    *,
+    out: str | os.PathLike,
+    settings: TrainSettings,
+    resume: str = "auto",
+    device: str = "auto",
+    checkpoints: CheckpointSettings | None = None,
+    progress: bool | str = True,
+    after_epoch: AfterEpoch = None,
+    **how: Any,  # other arguments of `open_training`
+) -> TrainResult:
+    """Train one network as a search does, which compares many: validation is held back, and chooses epoch and threshold.
 
+    Arguments are those of `train`, whose folds take six times as long.
+    """
+    show = progress if isinstance(progress, str) else "auto" if progress else "none"
+    folder = user_path(out)
+    unloaded = replace(settings, preload_to_ram=False)
+    opened = states.open_training(training, validation, settings=unloaded, progress=show, **how)
+    with opened as data, folder_lock(folder):
+        for part in data.parts.values():
+            part.preload(settings.preload_to_ram, show)
+        lengths = with_length(settings, len(data.training))
+        state = states.TrainingState(data, lengths, files.pick_device(device), show)
+        run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
+        return train_network(run, resume, show=show, after_epoch=after_epoch)
+
+# %% ../../../nbs/detector/train/loop.ipynb #7c1f40ab
 def train(
     training: states.Sources,  # training data set, or several; with `split` all data sets that the split divides
-    # data set that selects the best epoch of a network; a spectral detector is fitted on its recordings, too
+    # further recordings: they take part in the folds and in the fit
     validation: states.Sources | None = None,
     *,
     out: str | os.PathLike,  # folder of the model, its history and its checkpoints
@@ -536,7 +585,7 @@ def train(
     device: str = "auto",  # "auto", "cpu", "cuda", "cuda:1"
     checkpoints: CheckpointSettings | None = None,  # None: after each epoch
     progress: bool | str = True,  # True, False, or "auto", "notebook", "terminal", "log", "none"
-    # called with each epoch after its checkpoint; an exception ends the training
+    # called with each epoch of the last fit, after its checkpoint; an exception ends the training
     after_epoch: AfterEpoch = None,
 ) -> TrainResult:  # raises UsageError, DataError, OutputError
     "Train a leak detector; an interrupted training is resumed, step by step as if it had not been interrupted."
@@ -561,37 +610,34 @@ def train(
     with opened as data, folder_lock(folder):
         for name, is_one in _RESULT_FILES.items():
             files.require_kind(folder / name, "result of a training", is_one)
-        if kinds_to_fit(settings.detector, sum(len(part.rows) for part in data.parts.values())) == (
-            "spectral",
-        ):
-            data = data.joined
+        data = data.joined  # nothing is held back from a detector
         lengths = with_length(settings, len(data.training))
         if resume == "never":
-            kept = folder / "cross-validation"
-            # by the names that fits have: nothing of a person's, nor what a link leads to
-            for old in () if kept.is_symlink() else kept.glob(f"*-{'[0-9a-f]' * 32}.npy"):
-                files.remove_file(old)
+            remove_fits(folder / "cross-validation")
         else:
             # the training reads it again, and warns
             with warnings.catch_warnings(action="ignore", category=files.CheckpointWarning):
                 same_training(folder, data, lengths)  # before anything is computed
         if (done := _finished(folder, resume, data, lengths)) is not None:
             return done
+        keep = checkpoints or CheckpointSettings()
         trainer = _fold_trainer(data, settings, on, folder)
-        choice = None
-        if settings.detector != "cnn":
+        trainer.train = partial(_train_fold, keep, resume)
+        try:
             choice = choose_kind(trainer, detector=settings.detector, seed=settings.seed, progress=show)
-            if choice is None:
-                _LOG.warning(NO_FOLDS)
-            if choice is None or choice.kind == "spectral":
-                if data.validation is not None:  # a network was tried, too: now folds of all recordings
-                    data = data.joined
-                    trainer = _fold_trainer(data, settings, on, folder)
-                    own = choose_kind(trainer, detector="spectral", seed=settings.seed, progress=show)
-                    choice = own and choice and replace(own, tried=choice.tried, reason=choice.reason)
-                return _train_spectral(data, lengths, trainer, choice, folder)
-        for part in data.parts.values():
-            part.preload(settings.preload_to_ram, show)
-        state = states.TrainingState(data, lengths, on, show=show)
-        run = TrainingRun(state, folder, checkpoints or CheckpointSettings())
-        return train_network(run, resume, choice, trainer, show, after_epoch)
+        except BaseException as e:
+            if not isinstance(e, Exception) and not getattr(e, "__notes__", ()):
+                e.add_note(f"finished fits are kept: {_same_command(resume)} ({show_path(folder)})")
+            raise
+        if choice is None:
+            _LOG.warning(NO_FOLDS)
+        if (choice.kind if choice else settings.detector) in ("auto", "spectral"):
+            done = _train_spectral(data, lengths, trainer, choice, folder)
+            remove_fits(folder / "cross-validation", but=trainer.used)  # those of other settings
+            return done
+        data.training.preload(settings.preload_to_ram, show)
+        state = states.TrainingState(data, lengths, on, show, choice.curve if choice else ())
+        run = TrainingRun(state, folder, keep)
+        done = train_network(run, resume, choice, trainer, show, after_epoch)
+        remove_fits(folder / "cross-validation", but=trainer.used)
+        return done

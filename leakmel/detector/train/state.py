@@ -343,8 +343,8 @@ def learning_curves(
     table = history_table(epochs)
     curves = {
         "training loss": ("loss", LOSS_COLOR, "y"),
-        "log loss of validation": ("val_loss", "#E69F00", "y"),
-        "F1 of validation": ("f1", F1_COLOR, "y2"),
+        "log loss of held-out recordings": ("val_loss", "#E69F00", "y"),
+        "F1 of held-out recordings": ("f1", F1_COLOR, "y2"),
     }
     traces = [
         {
@@ -633,13 +633,17 @@ class TrainingState:
         settings: TrainSettings,
         device: str | torch.device,
         show: str = "none",  # display of loading, as for Progress
+        # figures of each epoch from cross-validation, named as in `EpochFigures`; empty: not known
+        curve: Sequence[Mapping[str, float]] = (),
     ):
         self.data = data
+        self.curve = curve
         self.settings = settings = with_length(settings, len(data.training))
         self.device = device
         self.show = show
         self.epochs: list[EpochFigures] = []  # that are over
         self.best: BestEpoch | None = None
+        self.scored: list[np.ndarray] | None = None  # scores of validation after each epoch; None: not kept
         self.first = 0  # steps that were done when this run began
         self.seconds = 0.0  # that runs before this one took
         self.open(settings.loader)
@@ -711,7 +715,7 @@ def end_epoch(
             remedy="start over with a lower learning_rate or with amp='off', and check the data set with leakmel verify",
         )
     chosen = DecisionRule() if s.vote == "auto" else DecisionRule(s.vote, s.vote_share)
-    found: dict[str, Any] = {}
+    found = state.curve[len(state.epochs)] if state.curve else {}
     is_leak = np.zeros(0, bool)
     if data.validation is not None:
         is_leak = data.validation.is_leak
@@ -724,6 +728,8 @@ def end_epoch(
             )
         chosen = choose_rule(is_leak, scores, s.vote, s.vote_share)
         found = validation_figures(scores, is_leak, chosen)
+        if state.scored is not None:
+            state.scored.append(scores)
     evaluate_s = time.perf_counter() - began
     figures = EpochFigures(
         epoch=len(state.epochs) + 1,
@@ -731,7 +737,7 @@ def end_epoch(
         learning_rate=state.stepper.optimiser.param_groups[0]["lr"],
         seconds=times["learn_s"] + evaluate_s,
         evaluate_s=evaluate_s,
-        **(learned | found | _speed(state, times) | _machine_use(state.timeline.samples)),
+        **(learned | dict(found) | _speed(state, times) | _machine_use(state.timeline.samples)),
     )
     highest = max((e.f1 for e in (*state.epochs, figures) if not math.isnan(e.f1)), default=math.nan)
     if data.validation is None or is_better(figures, state.best_figures, highest, int(is_leak.sum())):
@@ -834,6 +840,7 @@ def to_checkpoint(state: TrainingState, seconds: float) -> dict[str, Any]:
         "sums": state.sums.state_dict(),
         "epochs": [asdict(e) for e in state.epochs],
         "best": best and {"epoch": best.epoch, "net": best.net, "chosen": asdict(best.chosen)},
+        "scored": [torch.from_numpy(scores) for scores in state.scored or ()],
     }
 
 
@@ -851,6 +858,8 @@ def restore_checkpoint(state: TrainingState, values: dict[str, Any]) -> None:
             state.open(values["loader"]["kind"])
         state.loader.order.load_state_dict(values["loader"])
         state.sums.load_state_dict(values["sums"])
+        if state.scored is not None:
+            state.scored = [scores.numpy() for scores in values["scored"]]
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as e:
         raise DataError(
             "this version cannot read the checkpoint",
