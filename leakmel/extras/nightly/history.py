@@ -6,18 +6,24 @@
 __all__ = ['is_state_folder', 'export_history']
 
 # %% ../../../nbs/extras/nightly/history.ipynb #944fc518
+import io
 import os
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from datetime import date, datetime, timedelta
-from functools import partial
+from functools import cached_property, partial
+from itertools import compress, groupby, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import xxhash
 
 from leakmel.core.errors import DataError, OutputError, SpaceError, UsageError, missing_remedy, write_error
@@ -29,6 +35,7 @@ from leakmel.core.store import output_path
 # %% ../../../nbs/extras/nightly/history.ipynb #78233c7b
 HISTORY_FILE = "history.sqlite"
 N_BANDS = 8  # bands of the spectrum, from low to high
+FLAGS = ("silent", "dry", "clipped")  # of recordings that are no evidence
 
 
 @dataclass(frozen=True)
@@ -58,38 +65,30 @@ def night_of(
 _APPLICATION_ID = 0x6C6D6E31  # "lmn1"
 _SCHEMA = {
     "meta": "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL CHECK (length(value) < 10000)) STRICT",
-    "recordings": (
-        "CREATE TABLE recordings (digest TEXT PRIMARY KEY CHECK (length(digest) = 32), sensor TEXT NOT NULL CHECK (length(sensor) < 1000), "
-        "path TEXT NOT NULL CHECK (length(path) < 20000), time TEXT NOT NULL CHECK (length(time) < 40), "
-        "night TEXT NOT NULL CHECK (date(night) IS night), score REAL NOT NULL CHECK (score BETWEEN 0 AND 1), "
-        "rms_db REAL NOT NULL CHECK (abs(rms_db) < 1000), floor_db REAL NOT NULL CHECK (abs(floor_db) < 1000), "
-        "clipped_share REAL NOT NULL CHECK (clipped_share BETWEEN 0 AND 1), flags TEXT NOT NULL CHECK (length(flags) < 100), "
-        "bands TEXT NOT NULL CHECK (length(bands) < 200)) STRICT"
+    "parts": (
+        "CREATE TABLE parts (name TEXT PRIMARY KEY CHECK (name IN ('sensors', 'state') OR date(name) IS name), "
+        "recordings INTEGER NOT NULL CHECK (recordings >= 0), usable INTEGER NOT NULL CHECK (usable BETWEEN 0 AND recordings), "
+        "sensors INTEGER NOT NULL CHECK (sensors BETWEEN 0 AND usable), digest TEXT NOT NULL CHECK (length(digest) = 32), "
+        "content BLOB NOT NULL) STRICT"
     ),
-    "by_night": "CREATE INDEX by_night ON recordings (sensor, night)",
-    "by_date": "CREATE INDEX by_date ON recordings (night)",
     "files": (
         "CREATE TABLE files (path BLOB PRIMARY KEY CHECK (length(path) < 5000), size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, "
         "digest TEXT NOT NULL CHECK (length(digest) IN (0, 32)), problem TEXT NOT NULL CHECK (length(problem) < 60)) STRICT"
     ),
-    "nights": (
-        "CREATE TABLE nights (sensor TEXT NOT NULL CHECK (length(sensor) < 1000), night TEXT NOT NULL CHECK (date(night) IS night), "
-        "recordings INTEGER NOT NULL CHECK (recordings > 0), usable INTEGER NOT NULL CHECK (usable BETWEEN 0 AND recordings), "
-        "score REAL CHECK (score BETWEEN 0 AND 1), rms_db REAL NOT NULL CHECK (abs(rms_db) < 1000), "
-        "floor_db REAL NOT NULL CHECK (abs(floor_db) < 1000), flags TEXT NOT NULL CHECK (length(flags) < 100), "
-        "n REAL NOT NULL CHECK (n BETWEEN 0 AND 1e6), mean REAL NOT NULL CHECK (abs(mean) < 100), m2 REAL NOT NULL CHECK (m2 BETWEEN 0 AND 1e9), "
-        "r0 REAL NOT NULL CHECK (r0 BETWEEN 0 AND 1e12), r1 REAL NOT NULL CHECK (r1 BETWEEN 0 AND 1e12), "
-        "r2 REAL NOT NULL CHECK (r2 BETWEEN 0 AND 1e12), first_above TEXT CHECK (date(first_above) IS first_above), "
-        "PRIMARY KEY (sensor, night)) STRICT, WITHOUT ROWID"
-    ),
-    "night_dates": "CREATE INDEX night_dates ON nights (night)",
     "visits": (
         "CREATE TABLE visits (sensor TEXT PRIMARY KEY CHECK (length(sensor) < 1000), night TEXT NOT NULL CHECK (date(night) IS night)) STRICT"
     ),
     "digests": "CREATE TABLE digests (name TEXT PRIMARY KEY, digest TEXT NOT NULL CHECK (length(digest) = 32)) STRICT, WITHOUT ROWID",
 }
-_TABLES = ("meta", "recordings", "files", "nights", "visits")  # each has a digest
-_VERSION = 1  # of the schema
+_COLUMNS = {  # table -> columns that its digest counts
+    "meta": "name, value",
+    "parts": "name, recordings, usable, sensors, digest",
+    "files": "path, size, mtime_ns, digest, problem",
+    "visits": "sensor, night",
+}
+_VERSION = 2  # of the schema
+_ROWS = "recordings", "nights"  # tables of version 1 that became parts
+_SCHEMA_OF_ROWS = "c349cc0e8019996c5f4ee48747176b80"  # digest of its schema
 
 # %% ../../../nbs/extras/nightly/history.ipynb #5d36ec0b
 def _refused(path: Path, message: str, found: object = None) -> DataError:
@@ -131,6 +130,165 @@ _ERRORS = {
 }
 
 
+class Columns(dict[str, np.ndarray]):
+    "Columns of a part by name; those that are packed are unpacked when they are first used."
+
+    def __init__(self, packed: Mapping[str, np.ndarray]):
+        super().__init__()
+        self.packed = packed
+
+    def __missing__(self, name: str) -> np.ndarray:
+        try:
+            self[name] = np.asarray(self.packed[name])
+        except (LookupError, ValueError, OSError, zipfile.BadZipFile, zlib.error) as e:
+            raise DataError(
+                "a part of the history cannot be read", code="invalid-history", found=ascii(name)
+            ) from e
+        return self[name]
+
+    def texts(self, name: str) -> list[str]:
+        "Return a column of texts."
+        return self[name].tobytes().decode("utf-8", "surrogatepass").split("\0")
+
+
+def packed_texts(texts: Iterable[str]) -> np.ndarray:  # [n] bytes
+    "Return texts without NUL as a column."
+    return np.frombuffer("\0".join(texts).encode("utf-8", "surrogatepass"), np.uint8)
+
+
+_TEXTS = "path", "time"
+_UNKNOWN = -32768  # level of a band that is not known
+
+
+class Night(Columns):
+    "Recordings of a night [R], by sensor and digest, and the sensors [G] that they are of."
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        "Numbers by name, if these are the sensors."
+        return {name: k for k, name in enumerate(self.texts("names"))}
+
+    @cached_property
+    def group(self) -> np.ndarray:
+        "[R] index of the sensor of each recording."
+        return np.cumsum(np.diff(self["sensor"], prepend=self["sensor"][:1]) > 0)
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        "[G] numbers of the sensors, ascending."
+        return np.unique(self["sensor"])
+
+    def place(self, number: int) -> int:
+        "Return the index of a sensor in G; -1: it has no recording."
+        k = int(np.searchsorted(self.ids, number))
+        return k if k < len(self.ids) and self.ids[k] == number else -1
+
+    @cached_property
+    def is_usable(self) -> np.ndarray:
+        "[R] whether a recording is evidence."
+        return self["flags"] == 0
+
+    @cached_property
+    def score(self) -> np.ndarray:
+        "[G] median score of the usable recordings; NaN without one."
+        return self.medians(self["score"], self.is_usable)
+
+    @cached_property
+    def bels(self) -> np.ndarray:
+        "[G, V] median level of each band of the usable recordings, in bels; NaN without one. Raises DataError."
+        bands = self["bands"][self.is_usable]
+        if (bands.size == 0 or (bands == _UNKNOWN).any()) and self.is_usable.any():
+            raise DataError("the history holds levels that no recording has", code="invalid-history")
+        return self.medians(self["bands"] / 10, self.is_usable) / 10
+
+    def medians(self, values: np.ndarray, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+        "Return the medians [G, ...] of values [R, ...] of some recordings; NaN without one."
+        group, values = self.group[rows], np.asarray(values[rows], np.float64)
+        if np.array_equal(group, np.arange(len(self.ids))):
+            return values
+        counts = np.bincount(group, minlength=len(self.ids))
+        has, first = counts > 0, np.cumsum(counts) - counts
+        low, high = (first + (counts - 1) // 2)[has], (first + counts // 2)[has]
+        found = np.full((len(self.ids), *values.shape[1:]), np.nan)
+        width = int(np.prod(values.shape[1:]))
+        for x, to in zip(values.reshape(-1, width).T, found.reshape(-1, width).T, strict=True):
+            ordered = x[np.lexsort((x, group))]
+            to[has] = (ordered[low] + ordered[high]) / 2
+        return found
+
+    @cached_property
+    def flags(self) -> np.ndarray:
+        "[G] flags of most recordings, a bit for each of FLAGS."
+        bits = (self["flags"][:, None] >> np.arange(len(FLAGS))) & 1
+        n = np.bincount(self.group)
+        often = [2 * np.bincount(self.group, x) >= n for x in bits.T]
+        return sum(is_set.astype(np.uint8) << k for k, is_set in enumerate(often))
+
+
+# names of the flags by their bits, separated by blanks
+FLAG_TEXTS = [" ".join(compress(FLAGS, (bits & 1, bits & 2, bits & 4))) for bits in range(8)]
+
+
+def _columns_of(entries: Sequence[HistoryEntry], ids: Mapping[str, int]) -> dict[str, Any]:
+    "Return recordings as columns, in the same order; texts as lists."
+    numbers = [int(h.digest, 16) for h in entries]
+    words = [h.bands.split() for h in entries]
+    bands = np.full((len(entries), max(map(len, words), default=0)), _UNKNOWN, np.int16)
+    for row, own in zip(bands, words, strict=True):
+        row[: len(own)] = np.round(10 * np.array(own, float))
+    flags = [sum(1 << FLAGS.index(name) for name in h.flags.split()) for h in entries]
+    real = ("rms_db", "floor_db", "clipped_share")
+    return {
+        "sensor": np.array([ids[h.sensor] for h in entries], np.int32),
+        "digest": np.array([divmod(n, 1 << 64) for n in numbers], np.uint64).reshape(-1, 2),
+        "score": np.array([h.score for h in entries], np.float64),
+        **{name: np.array([getattr(h, name) for h in entries], np.float32) for name in real},
+        "flags": np.array(flags, np.uint8),
+        "bands": bands,
+        **{name: [getattr(h, name) for h in entries] for name in _TEXTS},
+    }
+
+
+def _joined(old: Night | None, new: dict[str, Any]) -> dict[str, np.ndarray]:
+    "Add recordings to those of a night, and sort them."
+    if old is not None:
+        width = max(old["bands"].shape[1], new["bands"].shape[1])
+        for name in new:
+            both = [old[name], new[name]]
+            if name == "bands":
+                more = [((0, 0), (0, width - x.shape[1])) for x in both]
+                both = [np.pad(x, by, constant_values=_UNKNOWN) for x, by in zip(both, more, strict=True)]
+            new[name] = [*old.texts(name), *new[name]] if name in _TEXTS else np.concatenate(both)
+    order = np.lexsort((*new["digest"].T[::-1], new["sensor"]))
+    return {
+        name: packed_texts([x[k] for k in order]) if name in _TEXTS else x[order] for name, x in new.items()
+    }
+
+
+def _keys(digests: np.ndarray) -> np.ndarray:
+    "Mix digests [R, 2] to [R]: two of them agree by chance once in 90,000 years of 100,000 sensors."
+    return digests[:, 0] * np.uint64(0x9E3779B97F4A7C15) + digests[:, 1]
+
+
+def read_part(db: sqlite3.Connection, path: Path, name: str) -> Night | None:
+    "Read a part and compare it with its digest; None: there is none. Raises DataError."
+    found = db.execute("SELECT digest, content FROM parts WHERE name = ?", (name,)).fetchone()
+    if found is None:
+        return None
+    if xxhash.xxh3_128_hexdigest(found[1]) != found[0]:
+        raise _refused(path, "damaged, or changed by another program: a part does not match its digest", name)
+    try:
+        return Night(np.load(io.BytesIO(found[1])))
+    except (ValueError, OSError, zipfile.BadZipFile) as e:
+        raise _refused(path, "a part cannot be read", name) from e
+
+# %% ../../../nbs/extras/nightly/history.ipynb #fl000001
+_SMALL = 1 << 28  # bytes of a file whose structure is compared as a whole
+_KEPT = 48  # parts in memory, at least
+_KEPT_BYTES = 1 << 28
+COMPARED = 35  # last nights whose recordings are known by their content
+
+
 class History:
     "The history of a state folder; a context manager that holds the lock of the folder."
 
@@ -142,6 +300,8 @@ class History:
         self.path = self.folder / HISTORY_FILE
         self._open = ExitStack()
         self._sums: dict[str, int] = {}  # table -> sum of the digests of its rows, in a transaction
+        self._parts: dict[str, Night | None] = {}  # that were read last
+        self._nights: list[str] = []  # as of `nights`
 
     def __enter__(self) -> Self:
         try:
@@ -178,7 +338,7 @@ class History:
 
     def _prepare(self, exists: bool) -> None:
         "Set up the connection, check a file that exists, and write the schema of a new one."
-        self.db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 24)
+        self.db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 29)
         self.db.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         for pragma in (
             "trusted_schema = OFF",
@@ -192,30 +352,53 @@ class History:
         numbers = self.db.execute(sql).fetchone()
         stored = dict(self.db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 50"))
         if not exists or (not stored and not any(numbers)):
-            numbering = f"PRAGMA application_id = {_APPLICATION_ID}", f"PRAGMA user_version = {_VERSION}"
-            for sql in ("BEGIN IMMEDIATE", *_SCHEMA.values(), *numbering):
-                self.db.execute(sql)
-            self.db.executemany("INSERT INTO digests VALUES (?, ?)", self._digests().items())
-            self.db.execute("COMMIT")
+            self._create(*_SCHEMA.values())
             return
-        if numbers != (_APPLICATION_ID, _VERSION) or stored != _SCHEMA:
+        names = xxhash.xxh3_128_hexdigest(ascii(sorted(stored.items())).encode())
+        is_of_rows = (numbers, names) == ((_APPLICATION_ID, 1), _SCHEMA_OF_ROWS)
+        if not is_of_rows and (numbers != (_APPLICATION_ID, _VERSION) or stored != _SCHEMA):
             raise _refused(
                 self.path, "this SQLite file is not a history of this version", sorted(map(str, stored))[:8]
             )
-        (verdict,) = self.db.execute("PRAGMA integrity_check(1)").fetchone()
-        if verdict != "ok":
-            raise _refused(self.path, "the file is damaged", verdict)
-        known = dict(self.db.execute("SELECT name, digest FROM digests"))
-        if wrong := known.items() ^ self._digests().items():
+        # parts have digests, and those of a large file are compared when they are read
+        is_small = is_of_rows or self.path.stat().st_size < _SMALL
+        for what in ("1",) if is_small else (*_COLUMNS.keys() - {"parts"}, "digests"):
+            (verdict,) = self.db.execute(f"PRAGMA integrity_check({what})").fetchone()
+            if verdict != "ok":
+                raise _refused(self.path, "the file is damaged", verdict)
+        rows = dict.fromkeys(("meta", "files", "visits", *_ROWS), "*")
+        found = self._digests(rows if is_of_rows else _COLUMNS)
+        if wrong := dict(self.db.execute("SELECT name, digest FROM digests")).items() ^ found.items():
             raise _refused(
                 self.path,
                 "damaged, or changed by another program: tables do not match their digests",
                 ", ".join(sorted({ascii(name) for name, _ in wrong}))[:200],
             )
+        if is_of_rows:
+            self._create(_SCHEMA["parts"])
 
-    def _digests(self) -> dict[str, str]:  # table -> 32 hexadecimal digits
-        "Compute the digests of the tables from all rows."
-        rows = {table: self.db.execute(f"SELECT * FROM {table} NOT INDEXED") for table in _TABLES}
+    def _create(self, *schema: str) -> None:
+        "Write the schema, and move the rows of a history of version 1 into parts; their evidence is computed again."
+        for sql in ("BEGIN IMMEDIATE", *schema, f"PRAGMA application_id = {_APPLICATION_ID}"):
+            self.db.execute(sql)
+        if len(schema) == 1:
+            columns = ", ".join(f.name for f in fields(HistoryEntry))
+            rows = self.db.execute(f"SELECT {columns} FROM recordings ORDER BY night")
+            for _, own in groupby((HistoryEntry(*row) for row in rows), attrgetter("night")):
+                self.add_recordings([*own])
+            for table in _ROWS:
+                self.db.execute(f"DROP TABLE {table}")
+            self.db.execute("DELETE FROM digests")
+        self.db.execute(f"PRAGMA user_version = {_VERSION}")
+        self.db.executemany("INSERT INTO digests VALUES (?, ?)", self._digests(_COLUMNS).items())
+        self.db.execute("COMMIT")
+
+    def _digests(self, columns: Mapping[str, str]) -> dict[str, str]:  # table -> 32 hexadecimal digits
+        "Compute the digests of tables from all rows."
+        rows = {
+            table: self.db.execute(f"SELECT {names} FROM {table} NOT INDEXED")
+            for table, names in columns.items()
+        }
         return {table: f"{sum(map(_row_digest, found)) % (1 << 128):032x}" for table, found in rows.items()}
 
     def _count(self, table: str, sign: int, *row: Any) -> None:
@@ -225,10 +408,9 @@ class History:
     def _watch(self) -> None:
         "Count each row that this connection adds, changes or removes."
         self.db.create_function("count_row", -1, self._count)
-        for table in _TABLES:
-            names = [name for _, name, *_ in self.db.execute(f"PRAGMA table_info({table})")]
+        for table, columns in _COLUMNS.items():
             old, new = (
-                f"SELECT count_row('{table}', {sign}, {', '.join(f'{row}.{name}' for name in names)});"
+                f"SELECT count_row('{table}', {sign}, {row}.{columns.replace(', ', f', {row}.')});"
                 for sign, row in ((-1, "OLD"), (1, "NEW"))
             )
             for event, body in {"INSERT": new, "DELETE": old, "UPDATE": old + new}.items():
@@ -261,9 +443,62 @@ class History:
         with self._errors():
             self.db.executemany(sql, rows)
 
+    def nights(self) -> list[str]:
+        "Return the nights with recordings, oldest first."
+        if not self._nights:
+            rows = self.query("SELECT name FROM parts WHERE name < 'a' ORDER BY name")
+            self._nights = [night for (night,) in rows]
+        return self._nights
+
     def last_night(self) -> str:
         "Return the last night of all sensors; empty if there is none."
-        return self.query("SELECT max(night) FROM nights")[0][0] or ""
+        return self.nights()[-1] if self.nights() else ""
+
+    def part(self, name: str) -> Night | None:
+        "Read the recordings of a night, the sensors or the state; None: there is none yet."
+        if name not in self._parts:
+            with self._errors():
+                found = read_part(self.db, self.path, name)
+            if len(self._parts) >= max(_KEPT, _KEPT_BYTES // max(1, self.path.stat().st_size // 365)):
+                del self._parts[next(iter(self._parts))]
+            self._parts[name] = found
+        return self._parts[name]
+
+    def night(self, name: str) -> Night:
+        "Return the recordings of a night that has some."
+        found = self.part(name)
+        return Night(_joined(None, _columns_of([], {}))) if found is None else found
+
+    def put(
+        self,
+        name: str,
+        columns: Mapping[str, np.ndarray],
+        counts: tuple[int, int, int] = (0, 0, 0),  # recordings, usable ones, and sensors with these
+    ) -> None:
+        "Store a part."
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **columns)
+        content = packed.getvalue()
+        row = (name, *counts, xxhash.xxh3_128_hexdigest(content), content)
+        if self.query("SELECT 1 FROM parts WHERE name = ? AND digest = ?", (name, row[4])):
+            return
+        self.write("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?)", [row])
+        self._parts.pop(name, None)
+        self._nights = []
+
+    def put_night(self, night: str, columns: Mapping[str, np.ndarray]) -> None:
+        "Store the recordings of a night."
+        usable = columns["sensor"][columns["flags"] == 0]
+        self.put(night, columns, (len(columns["sensor"]), len(usable), len(np.unique(usable))))
+
+    def ids(self) -> dict[str, int]:
+        "Return the numbers of the sensors, by name and ascending."
+        found = self.part("sensors")
+        return {} if found is None else found.numbers
+
+    def sensors(self) -> list[str]:
+        "Return the names of the sensors; their places are their numbers."
+        return [*self.ids()]
 
     def meta(self, name: str) -> str | None:
         "Return a stored value."
@@ -277,39 +512,108 @@ class History:
     def add_recordings(
         self, entries: Sequence[HistoryEntry]
     ) -> list[HistoryEntry]:  # those that were not in the history
-        "Add recordings; one whose content is known changes nothing."
-        known = "SELECT 1 FROM recordings WHERE digest = ?"
+        "Add recordings; one whose content is known, in its night or in the last ones, changes nothing."
         first = {h.digest: h for h in reversed(entries)}  # of equal ones
-        new = [h for h in reversed(first.values()) if not self.query(known, (h.digest,))]
-        self.write("INSERT INTO recordings VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", map(astuple, new))
+        if not first:
+            return []
+        keys = _keys(np.array([divmod(int(digest, 16), 1 << 64) for digest in first], np.uint64))
+        known = np.zeros(len(keys), bool)
+        for night in {*(h.night for h in entries)} | {*self.nights()[-COMPARED:]}:
+            if (part := self.part(night)) is not None:
+                known |= np.isin(keys, _keys(part["digest"]))
+        new = [*compress(first.values(), ~known)][::-1]
+        ids = dict(self.ids())
+        for h in new:
+            ids.setdefault(h.sensor, len(ids))
+        if len(ids) > len(self.ids()):
+            self.put("sensors", {"names": packed_texts(ids)})
+        for night, own in groupby(sorted(new, key=attrgetter("night")), attrgetter("night")):
+            self.put_night(night, _joined(self.part(night), _columns_of([*own], ids)))
         return new
+
+    def entries(self, night: str, rows: np.ndarray | slice = slice(None)) -> list[HistoryEntry]:
+        "Return recordings of a night."
+        part, names = self.night(night), self.sensors()
+        texts = [np.array(part.texts(name), object)[rows] for name in _TEXTS]
+        numbers = ("digest", "sensor", "score", "rms_db", "floor_db", "clipped_share", "flags", "bands")
+        columns = [part[name][rows].tolist() for name in numbers]
+        return [
+            HistoryEntry(
+                f"{high:016x}{low:016x}",
+                names[sensor],
+                path,
+                when,
+                night,
+                *real,
+                FLAG_TEXTS[flags],
+                " ".join(f"{x / 10:.1f}" for x in bands if x != _UNKNOWN),
+            )
+            for (high, low), sensor, *real, flags, bands, path, when in zip(*columns, *texts, strict=True)
+        ]
 
 # %% ../../../nbs/extras/nightly/history.ipynb #nb000001
 def night_before(state: str | os.PathLike, sensor: str, night: str) -> str | None:
     "Return the last night of a sensor up to a night, empty: none; None: the history cannot be read. It may be in use."
     path = Path(os.path.abspath(state)) / HISTORY_FILE
-    sql = "SELECT max(night) FROM nights WHERE sensor = ? AND night <= ?"
     try:
         _check_file(path)
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as db:
             db.execute("PRAGMA trusted_schema = OFF")
-            return db.execute(sql, (sensor, night)).fetchone()[0] or ""
+            found = read_part(db, path, "sensors")
+            names = [] if found is None else found.texts("names")
+            rows = db.execute("SELECT name FROM parts WHERE name <= ? ORDER BY name DESC", (night,))
+            for (name,) in rows if sensor in names else ():
+                part = read_part(db, path, name)
+                if part is not None and names.index(sensor) in part["sensor"]:
+                    return name
+            return ""
     except (sqlite3.Error, DataError, UnicodeError):
         return None
 
 # %% ../../../nbs/extras/nightly/history.ipynb #f0310005
-_EXPORTED = {  # table -> its rows
-    "recordings": "SELECT *, time AS utc_offset_s FROM recordings ORDER BY night, sensor, digest",
-    "nights": "SELECT * FROM nights ORDER BY sensor, night",
-    "visits": "SELECT * FROM visits ORDER BY sensor",
+_RECORDINGS = (*(f.name for f in fields(HistoryEntry)), "utc_offset_s")
+_NIGHTS = ("sensor", "night", "recordings", "usable", "score", "rms_db", "floor_db", "flags")
+
+
+def _recordings(history: History) -> Iterator[tuple]:
+    for night in history.nights():
+        for h in sorted(history.entries(night), key=attrgetter("sensor", "digest")):
+            yield (*astuple(h), h.time)
+
+
+def _sensor_nights(history: History) -> Iterator[tuple]:
+    names = np.array(history.sensors(), object)
+    for night in history.nights():
+        part = history.night(night)
+        columns = (
+            names[part.ids].tolist(),
+            [night] * len(part.ids),
+            np.bincount(part.group).tolist(),
+            np.bincount(part.group, part.is_usable).astype(int).tolist(),
+            [None if x != x else x for x in part.score.tolist()],
+            part.medians(part["rms_db"]).tolist(),
+            part.medians(part["floor_db"]).tolist(),
+            [FLAG_TEXTS[bits] for bits in part.flags.tolist()],
+        )
+        yield from sorted(zip(*columns, strict=True))
+
+
+def _visits(history: History) -> Iterator[tuple]:
+    yield from history.query("SELECT sensor, night FROM visits ORDER BY sensor")
+
+
+_EXPORTED: dict[str, tuple[Sequence[str], Callable[[History], Iterator[tuple]]]] = {
+    "recordings": (_RECORDINGS, _recordings),
+    "nights": (_NIGHTS, _sensor_nights),
+    "visits": (("sensor", "night"), _visits),
 }
 
 
-def _schema(history: History, sql: str) -> Any:  # pyarrow.Schema; raises MissingPackageError
+def _schema(names: Iterable[str]) -> Any:  # pyarrow.Schema; raises MissingPackageError
     pa = require_package("pyarrow")
     kinds = {
         **dict.fromkeys(("digest", "path"), pa.string()),
-        **dict.fromkeys(("night", "first_above"), pa.date32()),
+        "night": pa.date32(),
         **dict.fromkeys(("recordings", "usable"), pa.int64()),
         "sensor": pa.dictionary(pa.int32(), pa.string()),
         "time": pa.timestamp("us"),
@@ -317,13 +621,11 @@ def _schema(history: History, sql: str) -> Any:  # pyarrow.Schema; raises Missin
         "flags": pa.list_(pa.string()),
         "bands": pa.list_(pa.float64()),
     }
-    with history._errors():
-        columns = history.db.execute(f"{sql} LIMIT 0").description
-    return pa.schema([(name, kinds.get(name, pa.float64())) for name, *_ in columns])
+    return pa.schema([(name, kinds.get(name, pa.float64())) for name in names])
 
 
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # column -> from a stored value to one of the schema
-    **dict.fromkeys(("night", "first_above"), lambda text: text and date.fromisoformat(text)),
+    "night": date.fromisoformat,
     "flags": str.split,
     "bands": lambda text: list(map(float, text.split())),
     "time": lambda text: parse_time(text)[0],
@@ -331,16 +633,15 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # column -> from a stored val
 }
 
 
-def _pages(history: History, sql: str) -> Iterator[dict[str, Sequence[Any]]]:
-    "Yield the rows of a query as columns with the types of the schema."
-    with history._errors():
-        cursor = history.db.execute(sql)
-        names = [name for name, *_ in cursor.description]
-        while rows := cursor.fetchmany(32_768):
-            yield {
-                name: list(map(_CONVERSIONS[name], values)) if name in _CONVERSIONS else values
-                for name, values in zip(names, zip(*rows, strict=True), strict=True)
-            }
+def _pages(history: History, table: str) -> Iterator[dict[str, Sequence[Any]]]:
+    "Yield the rows of a table as columns with the types of the schema."
+    names, read = _EXPORTED[table]
+    rows = read(history)
+    while page := list(islice(rows, 32_768)):
+        yield {
+            name: list(map(_CONVERSIONS.get(name, lambda value: value), values))
+            for name, values in zip(names, zip(*page, strict=True), strict=True)
+        }
 
 # %% ../../../nbs/extras/nightly/history.ipynb #f0310007
 def is_state_folder(path: str | os.PathLike) -> bool:
@@ -377,13 +678,12 @@ def export_history(
     target, began = output_path(out), time.perf_counter()
     given = Path(state)
     with History(given.parent if given.name == HISTORY_FILE else given) as history:
-        n_rows = sum(history.query(f"SELECT count(*) FROM {table}")[0][0] for table in _EXPORTED)
+        n_rows = sum(sum(1 for _ in read(history)) for _, read in _EXPORTED.values())
         bar = Progress(2 * n_rows, unit="rows", label="history: write and check", show=progress)
         with new_folder(target) as folder, bar:
-            for table, sql in _EXPORTED.items():
-                write_table(
-                    folder / f"{table}.parquet", _schema(history, sql), partial(_pages, history, sql), bar.add
-                )
+            for table, (names, _) in _EXPORTED.items():
+                pages = partial(_pages, history, table)
+                write_table(folder / f"{table}.parquet", _schema(names), pages, bar.add)
             files, size = tree_size(folder)
     return ExportResult(
         path=target,

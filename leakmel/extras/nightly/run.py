@@ -91,7 +91,8 @@ class _Files:
     missing: list[bytes]  # that the table does not name
     time_from: str  # as for `nightly`
     # size, mtime, digest and problem, of earlier runs
-    stored: dict[bytes, tuple] = field(default_factory=dict)
+    stored: dict[bytes, list[Any]] = field(default_factory=dict)
+    forgotten: list[tuple[bytes]] = field(default_factory=list)  # of earlier runs, that have left the folder
     to_read: list[bytes] = field(default_factory=list)  # files with a sensor that are not known
     rejected: list[Rejected] = field(default_factory=list)  # unusable, now or earlier, or without a sensor
     paths: dict[str, bytes] = field(default_factory=dict)  # digest of a recording -> its path
@@ -130,13 +131,10 @@ def _sensor_name(name: str) -> str:
     return shown if len(shown) <= 200 else ""
 
 
-def stored_files(history: History, paths: Iterable[bytes]) -> dict[bytes, tuple]:
-    "Return size, mtime, digest and problem of the paths that are known; a history knows many more than a folder holds."
-    return {
-        path: row
-        for path in paths
-        for row in history.query("SELECT size, mtime_ns, digest, problem FROM files WHERE path = ?", (path,))
-    }
+def _keep_files(history: History, files: _Files) -> None:
+    "Store the files that were read, and forget those that have left the folder; their recordings stay."
+    history.write("DELETE FROM files WHERE path = ?", files.forgotten)
+    history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
 
 
 _PASTED = {"{**}/{sensor}/{*}": b"/", "{sensor}_{*}": b"_", "{sensor}": b""}  # patterns without a time
@@ -144,7 +142,9 @@ _PASTED = {"{**}/{sensor}/{*}": b"/", "{sensor}_{*}": b"_", "{sensor}": b""}  # 
 
 def _sort_files(history: History, files: _Files) -> None:
     "Find the files that are not known."
-    files.stored = stored_files(history, files.found)
+    rows = history.query("SELECT path, size, mtime_ns, digest, problem FROM files")
+    files.stored = {path: row for path, *row in rows if path in files.found}
+    files.forgotten = [(path,) for path, *_ in rows if path not in files.found]
     files.is_first = not history.last_night()
     for path, (*state, name) in files.found.items():
         *known, digest, problem = files.stored.get(path, ("", ""))
@@ -251,7 +251,7 @@ def read_new(
         scores = [0.0] * len(scored)
     else:
         scored, measured, rejected, scores = _scored(x, detector, spec, device, progress)
-    known = {text_key(sensor): sensor for sensor in nights.all_sensors(history)}
+    known = {text_key(sensor): sensor for sensor in history.ids()}
     # without a time of the file, names are compared with the present time
     takes_file = files.time_from == "file"
     times = [recording_time(new[s.path][2].start_time, takes_file * new[s.path][1]) for s in scored]
@@ -396,7 +396,7 @@ class NightlyRun:
     def table(self) -> pd.DataFrame:
         "One row per sensor."
 
-        return pd.DataFrame([asdict(r) for r in self.sensors], columns=list(nights.SENSOR_COLUMNS))
+        return pd.DataFrame(map(vars, self.sensors), columns=list(nights.SENSOR_COLUMNS))
 
     @property
     def body(self) -> dict[str, Any]:
@@ -410,7 +410,7 @@ class NightlyRun:
             "warnings": list(self.warnings),
             "visit_results": dict(self.results),
             "drift": None if self.drift is None else self.drift.to_dict(),
-            "sensors": [asdict(r) for r in self.sensors],
+            "sensors": [vars(r).copy() for r in self.sensors],
         }
 
     @property
@@ -431,7 +431,7 @@ class NightlyRun:
             "to_visit": len(self.to_visit),
             "audits": sum(r.visit == "audit" for r in self.sensors),
             "not_healthy": sum(r.health != "ok" for r in self.sensors),
-            "visits": [asdict(r) for r in self.sensors if r.visit],
+            "visits": [vars(r).copy() for r in self.sensors if r.visit],
             "repairs": self.repairs,
             "visit_tables": list(self.visit_tables),
             "site_outlook": self.site_outlook,
@@ -920,9 +920,7 @@ def _refuse_other_model(history: History, digest: str, named: str) -> None:
     )
 
 # %% ../../../nbs/extras/nightly/run.ipynb #79f71ba1
-# evidence of the last nights of a sensor
-_CURVE = "SELECT (r0 + r1 + r2) / 3 FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 31"
-_USABLE = "SELECT count(*) FROM nights WHERE usable > 0"
+_USABLE = "SELECT coalesce(sum(sensors), 0) FROM parts"  # sensor-nights
 
 
 def nightly(
@@ -977,7 +975,7 @@ def nightly(
         added = nights.record_run(
             history, files.entries, rule, nights.last_visits(used) if tables else None, nights.repaired(used)
         )
-        history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
+        _keep_files(history, files)
         nights.keep_reference(history, detector, reference)
         history.commit()
         labelled = [*labelled_recordings(history, used)]
@@ -1000,7 +998,7 @@ def nightly(
             notes=(*_notes(files, pattern), *notes),
             visit_tables=tuple(map(show_path, tables)),
             is_first=files.is_first,
-            site_outlook=site_outlook(history, labelled),
+            site_outlook=site_outlook(labelled),
         )
         places = _places(rows, manifest)
         visited_on = {sensor: nights_of[-1] for sensor, nights_of in nights.stored_visits(history).items()}
@@ -1017,7 +1015,10 @@ def _tables(own: Path, visited: str | os.PathLike | None) -> list[Path]:
 
 
 def _curves(history: History, rows: Iterable[nights.SensorRow]) -> dict[str, list[float]]:
-    return {r.sensor: [x for (x,) in history.query(_CURVE, (r.sensor,))][::-1] for r in rows if r.visit}
+    "Return the evidence of the last nights of the sensors to visit."
+    state = nights.SensorStates(history)
+    curves = {r.sensor: state["curve"][state.ids[r.sensor]] for r in rows if r.visit}
+    return {sensor: curve[curve >= 0].tolist() for sensor, curve in curves.items()}
 
 
 def _counts(files: _Files, n_added: int) -> RunCounts:
@@ -1060,9 +1061,7 @@ def _sort_visits(
     last = max([history.last_night() or _FIRST_DAY, *(e.night for e in entries)])
     # recordings may arrive after a visit
     latest = (datetime.fromisoformat(last) + timedelta(days=7)).isoformat()
-    known = {
-        text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *nights.all_sensors(history))
-    }
+    known = {text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *history.ids())}
     used = [replace(v, sensor=known[v.sensor]) for v in visits if v.sensor in known and v.night <= latest]
     others = sorted((v.sensor, v.night) for v in visits if v.sensor not in known or v.night > latest)
     ignored = (
@@ -1086,7 +1085,7 @@ def _named(visits: Sequence[tuple[str, str]]) -> str:
     return ", ".join(f"{show_path(sensor)} ({night})" for sensor, night in visits[:5])
 
 # %% ../../../nbs/extras/nightly/run.ipynb #vi0000b2
-_Labelled = tuple[nights.Visit, str, str, str]  # path, digest and night of a recording that a visit labels
+_Labelled = tuple[nights.Visit, HistoryEntry]  # a visit, and a recording that it labels
 
 
 def labelled_recordings(history: History, visits: Sequence[nights.Visit]) -> Iterator[_Labelled]:
@@ -1098,7 +1097,7 @@ def labelled_recordings(history: History, visits: Sequence[nights.Visit]) -> Ite
         after = before.get(v.sensor, "")
         before[v.sensor] = v.night
         if v.outcome in ("leak", "no_leak"):
-            yield from ((v, *found) for found in nights.recordings_of_visit(history, v, after))
+            yield from ((v, found) for found in nights.recordings_of_visit(history, v, after))
 
 
 def visit_labels(labelled: Iterable[_Labelled], detector: Detector | None) -> str:
@@ -1113,24 +1112,23 @@ def visit_labels(labelled: Iterable[_Labelled], detector: Detector | None) -> st
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(LABELS_COLUMNS)
-    for v, path, digest, night in labelled:
+    for v, h in labelled:
         if v.outcome in label_of:
             when = v.when or f"{v.night}T12:00:00Z"
-            note = f"visit after {v.night}, night {night}"
-            writer.writerow((path, digest, label_of[v.outcome], v.by or "visit", when, note))
+            note = f"visit after {v.night}, night {h.night}"
+            writer.writerow((h.path, h.digest, label_of[v.outcome], v.by or "visit", when, note))
     return text.getvalue()
 
 
 _MIN_VISITED = 5  # sensors of each label
 
 
-def site_outlook(history: History, labelled: Iterable[_Labelled]) -> str:
+def site_outlook(labelled: Iterable[_Labelled]) -> str:
     """Say what a detector of this site would give on sensors that it has not seen, by the labels of visits so far; empty without labels.
 
     A logistic regression on the levels that the history stores, out-of-fold by sensor.
     """
-    sql = "SELECT score, floor_db, bands FROM recordings WHERE digest = ? AND bands != ''"
-    found = [(v, row) for v, _, digest, _ in labelled for row in history.query(sql, (digest,))]
+    found = [(v, h) for v, h in labelled if h.bands]
     truth = np.array([v.outcome == "leak" for v, _ in found], bool)
     sensors = np.array([v.sensor for v, _ in found], str)
     n_leak, n_other = (len({*sensors[own]}) for own in (truth, ~truth))
@@ -1142,7 +1140,7 @@ def site_outlook(history: History, labelled: Iterable[_Labelled]) -> str:
     from leakmel.detector.model.spectral import fold_baselines
     from leakmel.detector.train.folds import make_folds
 
-    levels = np.array([[floor, *map(float, bands.split())] for _, (_, floor, bands) in found])
+    levels = np.array([[h.floor_db, *map(float, h.bands.split())] for _, h in found])
     groups = encode_groups("sensor", sensors)
     fold = make_folds(truth.astype(int), groups.code, 5)
     score = np.empty(len(truth))
@@ -1150,7 +1148,7 @@ def site_outlook(history: History, labelled: Iterable[_Labelled]) -> str:
         given = (np.flatnonzero(fold != k), np.flatnonzero(fold == k))
         score[fold == k] = fold_baselines({"mean_mels": levels}, truth, *given)["mean_mels"]
     boot = Bootstrap(truth, groups)
-    of_list = np.array([row[0] for _, row in found])
+    of_list = np.array([h.score for _, h in found])
     own, listed = (score_model(boot, x, name="", title="") for x in (score, of_list))
     auc = f"{own.figures['auc']:.2f}{own.intervals['auc'].in_brackets('.2f')}"
     return (
