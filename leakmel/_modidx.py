@@ -3297,6 +3297,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'leakmel/extras/nightly/run.py'),
                                             'leakmel.extras.nightly.run.nightly': ( 'extras/nightly/run.html#nightly',
                                                                                     'leakmel/extras/nightly/run.py'),
+                                            'leakmel.extras.nightly.run.other_rows': ( 'extras/nightly/run.html#other_rows',
+                                                                                       'leakmel/extras/nightly/run.py'),
                                             'leakmel.extras.nightly.run.place_of': ( 'extras/nightly/run.html#place_of',
                                                                                      'leakmel/extras/nightly/run.py'),
                                             'leakmel.extras.nightly.run.read_new': ( 'extras/nightly/run.html#read_new',

@@ -8,6 +8,7 @@ __all__ = ['SENSORS_CSV', 'SENSORS_JSON', 'VISITS_HTML', 'FORMAT', 'MAX_NAMED', 
 # %% ../../../nbs/extras/nightly/run.ipynb #1e36045d
 import base64
 import csv
+import hashlib
 import io
 import json
 import math
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta
 from functools import cached_property
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -570,6 +572,25 @@ def map_points(
 # %% ../../../nbs/extras/nightly/run.ipynb #2bda3132
 PAGE_BEGINS = "<!doctype html>\n<!-- leakmel nightly 1 -->"
 MAX_CLIPS = 30  # players
+MAX_PAGE_BYTES = 5_000_000
+IN_FULL = 200  # sensors
+_MAX_OTHERS = 2_400_000  # bytes of the others
+_FILTER = """
+const rows = JSON.parse(document.getElementById('rows').textContent), box = document.getElementById('filter');
+function cells(row) {
+  const tr = document.createElement('tr');
+  for (const text of row.split('\\t')) { const td = document.createElement('td'); td.textContent = text; tr.append(td); }
+  return tr;
+}
+function show() {
+  const words = box.value.toLowerCase().split(' '), found = rows.filter(r => words.every(w => r.toLowerCase().includes(w)));
+  document.getElementById('found').replaceChildren(...found.slice(0, 200).map(cells));
+  document.getElementById('count').textContent = found.length.toLocaleString('en') + ' sensors, the first 200 are shown';
+}
+box.addEventListener('input', show);
+show();
+"""
+_FILTER_HASH = base64.b64encode(hashlib.sha256(_FILTER.encode()).digest()).decode()
 _STYLE = """:root { color-scheme: light dark; --fg: #1d2125; --dim: #5d666f; --bg: #ffffff; --card: #f5f6f7; --rule: #d9dde1;
   --hot: #b3261e; --warm: #b26a00; --cool: #1f66b1; --good: #2e7d4f; --line: #1f66b1; }
 @media (prefers-color-scheme: dark) { :root { --fg: #e4e7ea; --dim: #a2abb4; --bg: #15181b; --card: #1f2429; --rule: #3a4149;
@@ -597,7 +618,8 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
   .visits td { display: block; width: auto; text-align: left; border: 0; padding: .15rem 0; } .mel, .visits audio { width: 100%; max-width: 24rem; } }"""
 _TEMPLATE = """
 <html lang='en'><head><meta charset='utf-8'>
-<meta http-equiv='Content-Security-Policy' content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:">
+<meta http-equiv='Content-Security-Policy' content="default-src 'none'; script-src 'sha256-{{ filter_hash }}';
+ style-src 'unsafe-inline'; img-src data:; media-src data:">
 <meta name='viewport' content='width=device-width'><title>Sensors to visit</title><style>{{ style|safe }}</style></head><body>
 {%- set drift, limit = done.drift, done.budget.limit %}
 {%- macro badge(visit) %}{% if visit %}<span class='badge {{ visit.split()[0] }}'>{{ visit }}</span>{% endif %}{% endmacro %}
@@ -627,14 +649,14 @@ are independent and their scores normally distributed; similar nights in a row r
 <p class='facts'>{{ done.site_outlook }}</p>
 {%- endif %}
 {%- if done.repairs %}
-<p class='facts'>Repairs: {% for sensor, text in done.repairs.items() %}{{ sensor }} {{ text }}{{ '; ' if not loop.last }}{% endfor %}</p>
+<p class='facts'>Repairs: {% for sensor, text in (done.repairs.items()|list)[:most] %}{{ sensor }} {{ text }}{{ '; ' if not loop.last }}{% endfor %}</p>
 {%- endif %}
 <p class='facts'>After a visit: <code>leakmel visited {{ quoted(listed[0].sensor if listed else 'SENSOR') }} {{ done.last_night }} OUTCOME --state DIR</code>
 (leak, no_leak, not_found or no_access; the night is the last one before the visit)</p>
 {%- if listed %}
 <div class='scroll'><table class='visits'><thead>
 <tr><th class='n'>rank</th><th>sensor</th><th>why</th><th>evidence over nights</th><th>recording with the highest score</th></tr>
-</thead><tbody>{%- for r in listed %}
+</thead><tbody>{%- for r in listed[:most] %}
 <tr><td class='n'>{{ r.rank }}</td><td><div class='sensor'>{{ r.sensor }}</div>{{ badge(r.visit) }}</td>
 <td class='why'>{{ r.reason }}<div class='facts'>health {{ health(r.health) }};
 {{ how_many(r.nights, 'night') }}{% if r.first_above %}<br>above the limit since {{ r.first_above }}{% endif %}</div></td>
@@ -667,7 +689,7 @@ are independent and their scores normally distributed; similar nights in a row r
 <p class='facts'>Red: evidence; orange: high from the start; blue ring: audit; grey: not on the list.{% if n_lost %}
 {{ how_many(n_lost, 'sensor') }} without valid coordinates not drawn.{% endif %}</p>
 {%- endif %}
-<h2>All sensors</h2>
+<h2>{{ 'First' if others else 'All' }} sensors</h2>
 <div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>rise</th>
 <th class='n'>leak score</th><th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
 </thead><tbody>{%- for r in done.sensors[:most] %}
@@ -677,8 +699,15 @@ are independent and their scores normally distributed; similar nights in a row r
 <td class='n'>{{ r.leak_score }}</td><td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td>
 <td class='n'>{{ '' if r.loudest_db is none else '{:.0f}'.format(r.loudest_db) }}</td><td class='n'>{{ r.nights }}</td><td>{{ r.last_night }}</td></tr>
 {%- endfor %}</tbody></table></div>
-{%- if done.sensors|length > most %}
-<p class='facts'>The first {{ whole(most) }} of {{ whole(done.sensors|length) }} sensors; sensors.csv has all.</p>
+{%- if others %}
+<h2>Other sensors</h2>
+<p class='facts'><input id='filter' type='search' placeholder='sensor, health, night' aria-label='filter'> <span id='count'></span>; sensors.csv has all of the
+{{ whole(done.sensors|length) }} sensors
+{%- if others|length < done.sensors|length - most %}, this page the first {{ whole(others|length + most) }}{% endif %}.</p>
+<div class='scroll'><table><thead>
+<tr><th>sensor</th><th>visit</th><th>health</th><th>evidence</th><th>leak score</th><th>nights</th><th>last night</th></tr>
+</thead><tbody id='found'></tbody></table></div>
+<script type='application/json' id='rows'>{{ rows|safe }}</script><script>{{ filter|safe }}</script>
 {%- endif %}
 <h2>Drift</h2>
 {%- if not drift %}
@@ -701,6 +730,17 @@ are independent and their scores normally distributed; similar nights in a row r
 """
 
 # %% ../../../nbs/extras/nightly/run.ipynb #d3589f48
+def other_rows(sensors: Sequence[nights.SensorRow], last: str) -> list[str]:
+    "Return sensors as lines of cells for the table that filters, as many as the page has room for."
+    lines = [
+        f"{r.sensor}\t{r.visit}\t{'' if r.health == 'ok' else r.health}\t{r.evidence:.3g}\t{r.leak_score}\t{r.nights}"
+        f"\t{'' if r.last_night == last else r.last_night}"
+        for r in sensors
+    ]
+    sizes = np.cumsum([len(json.dumps(line)) + 1 for line in lines])
+    return lines[: int(np.searchsorted(sizes, _MAX_OTHERS))]
+
+
 def visits_page(
     done: "NightlyRun",
     clips: Mapping[str, Any],  # digest of a recording -> its player
@@ -708,6 +748,7 @@ def visits_page(
 ) -> str:
     "Return the HTML page of a nightly run, with players by digest of recordings and places by sensor."
     listed = [r for r in done.sensors if r.visit]
+    others = other_rows(done.sensors[IN_FULL:], done.last_night)
     return filled(
         PAGE_BEGINS + _TEMPLATE,
         evidence_points=evidence_points,
@@ -722,7 +763,12 @@ def visits_page(
         clips=clips,
         map=map_points(places, {r.sensor: r.visit for r in listed}) if places else None,
         n_lost=len({r.sensor for r in done.sensors} - places.keys()),
-        most=2000,
+        most=IN_FULL,
+        others=others,
+        # no element ends within a name
+        rows=json.dumps(others, separators=(",", ":")).replace("<", "\\u003c"),
+        filter=_FILTER,
+        filter_hash=_FILTER_HASH,
         most_outside=40,
     )
 
@@ -835,7 +881,10 @@ def _clips(done: NightlyRun, paths: dict[str, bytes], spec: MelSpec) -> dict[str
         return {}
     with open_engine("auto", spec, device="cpu") as engine, Folder(done.folder) as folder:
         read = ((d, nights.read_features(folder, engine, spec, paths[d], d)) for d in chosen)
-        return {d: clip_of(*x, spec.sample_rate, spec.long_hop) for d, x in read if x is not None}
+        made = {d: clip_of(*x, spec.sample_rate, spec.long_hop) for d, x in read if x is not None}
+    sizes = np.cumsum([sum(map(len, clip.values())) for clip in made.values()])
+    left = MAX_PAGE_BYTES - 1_000_000 - min(_MAX_OTHERS, 30 * len(done.sensors))
+    return dict(islice(made.items(), int(np.searchsorted(sizes, left))))
 
 
 def _places(rows: Sequence[nights.SensorRow], manifest: Manifest | None) -> dict[str, Place]:
