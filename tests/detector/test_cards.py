@@ -338,7 +338,7 @@ def test_history_as_parquet(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert [*stored.values()] == [asdict(h) for h in sorted(entries, key=lambda h: (h.night, h.sensor))]
     before = (tmp_path / "state" / "history.sqlite").read_bytes()
     assert main(["export", str(tmp_path / "state"), "--out", str(tmp_path / "out"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == 5000
+    assert json.loads(capsys.readouterr().out)["rows"] == 5000 + 9
     assert (tmp_path / "state" / "history.sqlite").read_bytes() == before
     found = duckdb.sql(f"SELECT * FROM '{tmp_path}/out/recordings.parquet'")
     assert dict(zip(found.columns, map(str, found.types), strict=True))["night"] == "DATE"

@@ -300,7 +300,7 @@ class History:
         self.path = self.folder / HISTORY_FILE
         self._open = ExitStack()
         self._sums: dict[str, int] = {}  # table -> sum of the digests of its rows, in a transaction
-        self._parts: dict[str, Night | None] = {}  # that were read last
+        self.parts: dict[str, Night | None] = {}  # that were read last
         self._nights: list[str] = []  # as of `nights`
 
     def __enter__(self) -> Self:
@@ -432,6 +432,7 @@ class History:
         with self._errors():
             self.db.execute("COMMIT")
         self._sums = {}
+        self.parts.clear()  # memory
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple]:
         "Return the rows of a query."
@@ -456,13 +457,13 @@ class History:
 
     def part(self, name: str) -> Night | None:
         "Read the recordings of a night, the sensors or the state; None: there is none yet."
-        if name not in self._parts:
+        if name not in self.parts:
             with self._errors():
                 found = read_part(self.db, self.path, name)
-            if len(self._parts) >= max(_KEPT, _KEPT_BYTES // max(1, self.path.stat().st_size // 365)):
-                del self._parts[next(iter(self._parts))]
-            self._parts[name] = found
-        return self._parts[name]
+            if len(self.parts) >= max(_KEPT, _KEPT_BYTES // max(1, self.path.stat().st_size // 365)):
+                del self.parts[next(iter(self.parts))]
+            self.parts[name] = found
+        return self.parts[name]
 
     def night(self, name: str) -> Night:
         "Return the recordings of a night that has some."
@@ -483,7 +484,7 @@ class History:
         if self.query("SELECT 1 FROM parts WHERE name = ? AND digest = ?", (name, row[4])):
             return
         self.write("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?)", [row])
-        self._parts.pop(name, None)
+        self.parts.pop(name, None)
         self._nights = []
 
     def put_night(self, night: str, columns: Mapping[str, np.ndarray]) -> None:

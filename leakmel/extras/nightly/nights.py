@@ -1252,6 +1252,7 @@ def sensor_table(
     visits |= dict.fromkeys(free[:audits], "audit")
     best = _best_recordings(history, week, "score")
     loudest = _best_recordings(history, week, "rms_db")
+    history.parts.clear()  # memory
     restarts = stored_visits(history)
     noise = _NoiseTexts(history, last, restarts)
     rows = []
@@ -1439,9 +1440,9 @@ def reference_of_data_set(path: str | os.PathLike, detector: Detector) -> Refere
 def _nights(history: History, since: date, until: date) -> pd.DataFrame:
     "Read the numbers of the sensors and quantities of the usable recordings of some nights, both ends included."
     found = []
-    for night in history.nights():
+    for night in (n for n in history.nights() if since.isoformat() <= n <= until.isoformat()):
         part = history.night(night)
-        if since.isoformat() <= night <= until.isoformat() and part["bands"].size:
+        if part["bands"].size:
             rows = part.is_usable & (part["bands"][:, 0] > -9999)
             found.append([part[name][rows] for name in ("sensor", "rms_db", "score", "bands")])
     if not found:
