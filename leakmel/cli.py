@@ -223,7 +223,7 @@ def main(
     output, _ = own_stream(1, sys.stdout), own_stream(2, sys.stderr)
     has_failed = False
     try:
-        status, has_failed = _run(sys.argv[1:])
+        status, has_failed = _run(sys.argv[1:], alone=True)
     except SystemExit as e:  # after --help or --version
         status = int(e.code or 0)
     sys.stdout.flush()
@@ -238,7 +238,9 @@ def main(
     return status
 
 
-def _run(words: Sequence[str]) -> tuple[int, bool]:  # exit status, and whether an error was raised
+def _run(
+    words: Sequence[str], alone: bool = False
+) -> tuple[int, bool]:  # exit status, and whether an error was raised
     "Run a command and print its outcome."
     if not words:
         print(FIRST_DAY)
@@ -260,7 +262,7 @@ def _run(words: Sequence[str]) -> tuple[int, bool]:  # exit status, and whether 
             with warnings_to_stderr(), safe_module_path():
                 operation = data.with_hints(make(OPERATIONS[args.command], vars(args)))
                 progress = "none" if args.json or args.quiet else "auto"
-                done = operation(Run(progress, width=line_width(), full=args.full))
+                done = operation(Run(progress, width=line_width(), full=args.full, alone=alone))
                 status, body, text = done.status, dict(done.body), done.text
         except ModuleNotFoundError as e:
             raise missing_package(e) from e

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import numpy as np
 
 from leakmel.core.errors import log
 from leakmel.core.files import open_private, sealed, unsealed
+from leakmel.core.monitor import installed_version
 
 # %% ../../nbs/core/machine_code.ipynb #6d630005
 DONE = (0, -2)  # status of a numba function that returns a number, or None
@@ -118,7 +119,7 @@ def _file_name(module: str, others: tuple[str, ...]) -> str:
             raise ImportError(f"there is no module {name}")
         digest.update(Path(spec.origin).read_bytes())
     facts = (
-        *(metadata.version(package) for package in ("numba", "llvmlite")),
+        *map(installed_version, ("numba", "llvmlite")),
         *(
             binding.get_default_triple(),
             binding.get_host_cpu_name(),

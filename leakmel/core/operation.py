@@ -94,6 +94,8 @@ class Run:
     width: int = 100
     # every line that the operation has, not its answer only
     full: bool = False
+    # the process was started for this operation
+    alone: bool = False
 
     def answer(
         self,

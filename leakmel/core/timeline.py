@@ -167,7 +167,7 @@ def pieces_by_lane(spans: Iterable[Span]) -> dict[str, list[LanePiece]]:
 def _cut_pieces(spans: list[Span]) -> list[LanePiece]:
     "Cut the spans of one lane, which are ordered by their start."
     ends = np.array([(s.start_s, s.end_s) for s in spans])
-    times = np.unique(ends)
+    times = np.array(sorted({*ends.ravel().tolist()}))  # `np.unique` may import `numpy.ma`
     upper = np.full(len(times) - 1, -1)  # the span that counts between two times
     for k, (first, last) in enumerate(np.searchsorted(times, ends).tolist()):
         upper[first:last] = k
@@ -178,7 +178,7 @@ def _cut_pieces(spans: list[Span]) -> list[LanePiece]:
 def busy_lanes(spans: Iterable[Span], *more: float) -> tuple[np.ndarray, np.ndarray]:
     "Return rising times [n + 1], also those in `more`, and the lanes busy between them [stages, n], as in STAGES."
     pieces = [p for same in pieces_by_lane(spans).values() for p in same]
-    times = np.unique([*more, *(t for start_s, end_s, _ in pieces for t in (start_s, end_s))])
+    times = np.array(sorted({*more, *(t for start_s, end_s, _ in pieces for t in (start_s, end_s))}))
     change = np.zeros((len(STAGES), len(times)), np.int64)
     stage = np.array([STAGES.index(p[2]) for p in pieces], np.int64)
     np.add.at(change, (stage, np.searchsorted(times, [p[0] for p in pieces])), 1)

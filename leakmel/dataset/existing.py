@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/dataset/existing.ipynb #ff6c5778
 import base64
-import functools
 import json
 import os
 import stat
@@ -91,14 +90,12 @@ def folder_inodes(
     if isinstance(listing.folder, StorePath):
         return np.zeros(len(list(numbers)), np.int64)
     base = os.fsencode(listing.folder) + b"/"
-
-    @functools.cache
-    def inode(folder: bytes) -> int:
+    folders = [listing.paths[k].rpartition(b"/")[0] for k in numbers]
+    inodes = dict.fromkeys(folders, -1)
+    for folder in inodes:
         with suppress(OSError):
-            return os.stat(base + folder).st_ino & (2**63 - 1)
-        return -1
-
-    return np.fromiter((inode(listing.paths[k].rpartition(b"/")[0]) for k in numbers), np.int64)
+            inodes[folder] = os.stat(base + folder).st_ino & (2**63 - 1)
+    return np.array([inodes[folder] for folder in folders], np.int64)
 
 
 def recordings_digest(

@@ -9,6 +9,7 @@ __all__ = []
 import errno
 import math
 import os
+import random
 import re
 import shlex
 from collections import Counter
@@ -86,7 +87,7 @@ def _read_headers(listings: Sequence[Listing], are_wanted: bool) -> tuple[np.nda
         return np.array(known, np.int64).reshape(-1, 3)
 
     if n > READ_HEADERS:
-        sample = read(np.sort(np.random.default_rng(0).choice(n, READ_HEADERS, replace=False)))
+        sample = read(np.sort(random.Random(0).sample(range(n), READ_HEADERS)))
         counts = np.unique(sample[:, :2], axis=0, return_counts=True)[1]
         if len(sample) and not 0.25 < counts.max() / len(sample) < 0.75:
             return sample, n

@@ -22,6 +22,7 @@ import numpy as np
 
 from leakmel.core.errors import DataError, MachineError, RecordingError, how_many, log, show_path
 from leakmel.core.machine_code import BoundCall
+from leakmel.core.monitor import installed_version
 from leakmel.dataset.schema import Rejected
 from leakmel.mel.spec import MelSpec
 from leakmel.recordings import wav
@@ -147,12 +148,10 @@ class Slot:
 @cache
 def decoders() -> dict[str, str]:
     "Return the versions of the packages that decode and resample."
-    from importlib.metadata import PackageNotFoundError, version
-
     found = dict.fromkeys(("soundfile", "soxr", "numpy"), "")
     for name in found:
-        with suppress(PackageNotFoundError):  # of a machine with a GPU that has only what a build imports
-            found[name] = version(name)
+        with suppress(ImportError):  # of a machine with a GPU that has only what a build imports
+            found[name] = installed_version(name)
     return found
 
 # %% ../../nbs/dataset/loader.ipynb #0bae2906

@@ -25,7 +25,7 @@ import numpy as np
 
 from leakmel.core.errors import DataError, OutputError, VerifyError, how_many, log, show_path
 from leakmel.core.files import read_own_json, replacing, sync_folder, write_errors, write_sealed
-from leakmel.core.progress import per_second
+from leakmel.core.progress import per_second, size_text
 from leakmel.core.timeline import Timeline, mean, peak, write_timeline
 from leakmel.dataset import existing, loader, schema
 from leakmel.dataset.job import BuildContext, Job, job_metadata, note_columns, report_paths
@@ -111,6 +111,18 @@ class BuildResult:
             f"BuildResult({self.path.name}: {files}, {self.seconds:.2f} s, {what}; {self.verified.verdict})"
         )
 
+# %% ../../nbs/dataset/publish.ipynb #6c11928b
+def cache_sentence(summary: Mapping[str, Any]) -> str:
+    "Describe how many bytes of a build came from the storage device and how many from the page cache."
+    device = summary["bytes_from_device"]
+    read = "an unknown amount" if device is None else size_text(device)
+    ahead = (
+        f", {how_many(summary['read_ahead_files'], 'file')} requested ahead"
+        if summary["read_ahead_files"]
+        else ""
+    )
+    return f"{summary['cache']}: {size_text(summary['bytes_asked'])} requested, {read} read from the device{ahead}"
+
 # %% ../../nbs/dataset/publish.ipynb #701bcd5a
 def split_problems(
     manifest: Manifest,
@@ -120,7 +132,7 @@ def split_problems(
     "Return the problems of a split's recordings, without its rejected files."
     *before, columns = [x.columns for x in jobs[: jobs.index(job) + 1] if x.columns is not None]
     others = tuple(f"{show_path(x.place)}/" for x in manifest.listings if x is not job.listing and x.place)
-    sensors = (os.fsdecode(s) for x in (*before, columns) for s in np.unique(x.sensor).tolist())
+    sensors = (os.fsdecode(s) for x in (*before, columns) for s in sorted({*x.sensor.tolist()}))
     found = [
         *(p for p in manifest.notes if not p.path.startswith(others)),
         *problems.name_problems(columns.show, columns.label_id, job.gains),

@@ -8,6 +8,7 @@ __all__ = ['VerifyReport', 'verify']
 # %% ../../nbs/dataset/verify.ipynb #959a3b84
 import json
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -349,9 +350,8 @@ def pick_numbers(
     if sample is None or sample >= n:
         return np.arange(n)
     chosen = np.array(list(dict.fromkeys(special))[:sample], np.int64)
-    more = np.random.default_rng(n).choice(
-        np.delete(np.arange(n), chosen), sample - len(chosen), replace=False
-    )
+    others = np.delete(np.arange(n), chosen)
+    more = others[random.Random(n).sample(range(len(others)), sample - len(chosen))]
     return np.sort(np.append(chosen, more))
 
 

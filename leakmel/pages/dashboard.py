@@ -252,18 +252,6 @@ def dashboard_kinds() -> Kinds:
     "Return names and types of the parameters of dashboard.ipynb."
     return {"run": (str, None), "compare": (int,), "spectra": (int,)}
 
-# %% ../../nbs/pages/dashboard.ipynb #6c11928b
-def cache_sentence(summary: Mapping[str, Any]) -> str:
-    "Describe how many bytes of a build came from the storage device and how many from the page cache."
-    device = summary["bytes_from_device"]
-    read = "an unknown amount" if device is None else size_text(device)
-    ahead = (
-        f", {how_many(summary['read_ahead_files'], 'file')} requested ahead"
-        if summary["read_ahead_files"]
-        else ""
-    )
-    return f"{summary['cache']}: {size_text(summary['bytes_asked'])} requested, {read} read from the device{ahead}"
-
 # %% ../../nbs/pages/dashboard.ipynb #9afbd144
 _LOADS = (  # of this process, except VRAM; 100 % of CPU is one core
     ("CPU load", "cpu_percent", "%", 1),

@@ -455,7 +455,12 @@ def with_guess(manifest: Manifest) -> tuple[Manifest, str]:
     is_table = manifest.naming.source == "table"
     paths = [path for x in manifest.listings for path in x.paths]
     if len(manifest.listings) == 1 and manifest.listings[0].split and guess_pattern(paths) and not is_table:
-        paths = [path for x in scan(manifest.root, progress="none").listings for path in x.paths]
+        own = {manifest.listings[0].split: manifest}
+        splits = {
+            name: own.get(name) or scan(manifest.root, split=name, progress="none")
+            for name in listing.split_folders(manifest.root)
+        }
+        paths = [path for found in splits.values() for x in found.listings for path in x.paths]
     pattern = sensor_pattern(paths, has_label_folders=not is_table)
     if not pattern or _has_sensors(manifest):
         return manifest, ""
@@ -593,6 +598,13 @@ def _entries_next_to_splits(root: Path, splits: dict[str, Path], found: FoundFil
             )
 
 
+def _first_folders(paths: list[bytes]) -> list[str | None]:
+    "Return the first folder of each path; None for a path without one."
+    heads = [path.partition(b"/")[0] if b"/" in path else b"" for path in paths]
+    names: dict[bytes, str | None] = {head: os.fsdecode(head) for head in {*heads}} | {b"": None}
+    return [names[head] for head in heads]
+
+
 def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callable[[int], None]) -> Manifest:
     splits = listing.split_folders(root)
     targets = {
@@ -611,9 +623,7 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
         if naming.source == "folders" and not splits:
             _refuse_deeper_splits(root, found[name].folders, paths)
         parsed[name] = list(map(naming.read, paths)) if naming.source == "pattern" else []
-        labels[name] = [x.label for x in parsed[name]] or [
-            os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None for path in paths
-        ]
+        labels[name] = [x.label for x in parsed[name]] or _first_folders(paths)
     label_names = (
         listing.label_map(list(splits.values()) or [root], root)
         if naming.labels_by_folder

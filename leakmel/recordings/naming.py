@@ -176,11 +176,17 @@ def _columns(paths: Sequence[bytes], wanted: Collection[str]) -> dict[str, np.nd
         "sensor": lambda: _shortest(sensor),
         "recording": lambda: _shortest(strings.partition(rest, b"~")[0]),
         "start_time": lambda: _times(strings.partition(rest, b"~")[2]),
-        "gain": lambda: np.array([number_in(os.fsdecode(text)) for text in gain.tolist()]),
+        "gain": lambda: _numbers(gain.tolist()),
         "session": lambda: np.zeros(len(paths), "S1"),
         "folder": lambda: _shortest(strings.partition(folder, b"/")[2]),
     }
     return {name: make[name]() for name in wanted}
+
+
+def _numbers(texts: list[bytes]) -> np.ndarray:
+    "`number_in` of a column; many texts are equal."
+    values = {text: number_in(os.fsdecode(text)) for text in {*texts}}
+    return np.array([values[text] for text in texts], float)
 
 
 def _shortest(texts: np.ndarray) -> np.ndarray:
@@ -263,6 +269,42 @@ _MAX_STEPS = 30_000  # of all attempts to match one path
 _Step = tuple[str, str, str, Any, bool, bool]
 
 
+# the beginnings of all dates, and of all times of day behind them or joined with them; other texts may begin so too
+_MONTH, _DAY = "(?:0[1-9]|1[0-2])", "(?:0[1-9]|[12][0-9]|3[01])"
+_DATE_FORM = rf"\s*(?:[0-9]{{4}}[-_.]?{_MONTH}[-_.]?{_DAY}|[0-9]{{1,2}}\.[0-9]{{1,2}}\.[0-9]{{4}})"
+_TIME_FORM = rf"(?:{_DATE_FORM}[-_T $]?[0-9]{{2}}|\s*[0-9]{{2}}{_MONTH}{_DAY}[0-9]{{6}})[^/]*?"
+_SHORT_PATH, _FEW_FIELDS = 255, 5  # for which an expression cannot take long
+
+
+@functools.lru_cache(256)
+def _expressions(pattern: str) -> list[tuple[re.Pattern, dict[str, tuple[int, Callable[[str], object]]]]]:
+    """Return expressions for times, then for dates, each with what it has to check; none for a pattern of many fields.
+
+    Where the first one that matches a path has valid values, no other match begins with shorter fields.
+    """
+    tokens, found = pattern_tokens(pattern), []
+    if sum(kind != "text" for kind, _ in tokens) > _FEW_FIELDS:
+        return []
+    for form, when in ((_TIME_FORM, clock_time), (_DATE_FORM + r"\s*?", whole_time)):
+        words = {"*": "[^/]*?", "start_time": f"(?P<start_time>{form})"}
+        parts = [
+            re.escape(value)
+            if kind == "text"
+            else words.get(value, f"(?P<{value}>[^/]+?)" if kind == "field" else "(?:[^/]*/)*?")
+            for kind, value in tokens
+        ]
+        expression = re.compile("".join(parts))
+        typed = _TYPED_FIELDS | {"start_time": (40, when)}
+        found.append((expression, {x: typed[x] for x in typed.keys() & expression.groupindex.keys()}))
+    return found
+
+
+def _has_time(pattern: str, path: str) -> bool:
+    "Whether a pattern may find a time in a path."
+    expressions = _expressions(pattern) if len(path) <= _SHORT_PATH else []
+    return not expressions or any(x.fullmatch(path) for x, _ in expressions)
+
+
 @functools.lru_cache(256)
 def _plans(pattern: str) -> list[list[_Step]]:  # raises UsageError
     "Return the steps of a match for each set of fields that can have any text, the smallest first."
@@ -315,6 +357,11 @@ def match_pattern(pattern: str, path: str) -> dict[str, str] | None:
 
     Returns the text of each field; None if the path does not match.
     """
+    for expression, typed in _expressions(pattern) if len(path) <= _SHORT_PATH else ():
+        if m := expression.fullmatch(path):
+            if all(len(m[name]) <= most and is_one(m[name]) for name, (most, is_one) in typed.items()):
+                return m.groupdict()
+            break
     n_steps = 0
     failed = set[tuple[int, int]]()
 
@@ -362,6 +409,8 @@ _DAY_OR_MONTH = re.compile(r"(?<!\d)(?:\d\d([-_]?)\d\d\1(?:19|20)\d\d|\d{6}_\d{4
 
 def _read_guess(pattern: str, text: str) -> tuple[str, str] | None:
     "Return sensor and date of a path without its extension; None if they may be something else."
+    if not _has_time(pattern, text):
+        return None
     fields = match_pattern(pattern, text) or {}
     sensor = fields.get("sensor", "")
     when = whole_time(fields.get("start_time", ""))
@@ -469,6 +518,15 @@ class Naming:
             ) from e
 
 
+@functools.lru_cache(256)
+def _reading(naming: Naming) -> tuple[tuple[str, ...], bool, bool]:
+    "Return the forms of a pattern, whether the first folder is the label, and whether folders below it have no field."
+    # names may have accents as one character or as two, in either way
+    forms = (naming.pattern, *(unicodedata.normalize(form, naming.pattern) for form in ("NFC", "NFD")))
+    has_field = ("field", "folder") in pattern_tokens(naming.pattern)
+    return tuple(dict.fromkeys(forms)), naming.labels_by_folder, naming.labels_by_folder and not has_field
+
+
 @functools.lru_cache(1 << 16)  # a listing, its preview and a build ask for the same names
 def _read(naming: Naming, path: bytes) -> ParsedPath:
     "Parse a path by folders or by a pattern."
@@ -476,10 +534,8 @@ def _read(naming: Naming, path: bytes) -> ParsedPath:
     if naming.source == "folders":
         return ParsedPath(label=folder, parts=parse_name(path))
     text = os.path.splitext(os.fsdecode(path))[0]
-    # names may have accents as one character or as two, in either way
-    forms = (naming.pattern, *(unicodedata.normalize(form, naming.pattern) for form in ("NFC", "NFD")))
-    found = next(filter(None, (match_pattern(form, text) for form in dict.fromkeys(forms))), None)
-    has_folders = naming.labels_by_folder and ("field", "folder") not in pattern_tokens(naming.pattern)
+    forms, is_labelled, has_folders = _reading(naming)
+    found = next(filter(None, (match_pattern(form, text) for form in forms)), None)
     values = found or {}  # the folder is the label even if the name does not match
     parts = NameParts(
         values.get("sensor", ""),
@@ -492,7 +548,7 @@ def _read(naming: Naming, path: bytes) -> ParsedPath:
     has_value = {"start_time": parts.start_time, "gain": not math.isnan(parts.gain)}
     return ParsedPath(
         split_name(values["split"]) if "split" in values else None,
-        folder if naming.labels_by_folder else values.get("label"),
+        folder if is_labelled else values.get("label"),
         parts,
         found is not None,
         {name: values[name] for name in _FORMS if name in values and not has_value[name]},

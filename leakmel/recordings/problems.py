@@ -185,7 +185,8 @@ def label_problems(
     """
     yield from twin_problems(label_names)
     for place, ids in label_ids:
-        for i in np.setdiff1d(np.arange(len(label_names)), ids).tolist():
+        counts = np.bincount(ids[ids >= 0], minlength=len(label_names))
+        for i in np.flatnonzero(counts == 0).tolist():
             yield Problem(
                 "empty_label", show_place(place, label_names[i]), "the split has no recording of this label"
             )
@@ -351,7 +352,7 @@ def _dead_sensors(c: Columns) -> Iterator[Problem]:
 # %% ../../nbs/recordings/problems.ipynb #a6b3f8ce
 def _duplicates(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]:
     digests = np.concatenate([part.digest[~part.silent] for part in (*before, c)])
-    if len(np.unique(digests)) == len(digests):
+    if len({*digests.tolist()}) == len(digests):
         return  # as in nearly all sets
     # the first recording of a digest: its columns, row and split; and its first row in each split
     first: dict[bytes, tuple[Columns, int, int]] = {}

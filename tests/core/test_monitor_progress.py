@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 import types
+from importlib import metadata
 from typing import Any
 
 import pytest
 from each import each
 
 from leakmel.core import monitor as monitor_module
-from leakmel.core.monitor import SAMPLE_KEYS, Monitor, Sampler, machine_facts
+from leakmel.core.monitor import SAMPLE_KEYS, Monitor, Sampler, installed_version, machine_facts
 from leakmel.core.progress import Progress, _Terminal, front_end
 from leakmel.core.timeline import Timeline, mean, peak, read_timeline, write_timeline
 
@@ -323,10 +324,15 @@ def test_machine_facts_are_plain_and_name_no_host(monkeypatch):
 
 
 def test_machine_without_a_package_has_no_version(monkeypatch):
-    from importlib import metadata
-
-    monkeypatch.setattr(metadata, "distributions", lambda name: iter([]))
+    monkeypatch.setattr(sys, "path", [])
     assert machine_facts()["torch"] is None
+
+
+def test_installed_versions_are_those_of_importlib():
+    for package in ("numpy", "h5py", "torch", "numba", "llvmlite", "soundfile"):
+        assert installed_version(package) == metadata.version(package)
+    with pytest.raises(ImportError):
+        installed_version("no-such-package")
 
 
 # ---- progress

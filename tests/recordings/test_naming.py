@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -123,6 +124,61 @@ def test_formatted_names_parse_to_the_same_fields(made):
         assert re.sub(r"\D", "", parts.start_time) == re.sub(r"\D", "", values["start_time"])
     if "gain" in values:
         assert parts.gain == int(values["gain"])
+
+
+TIME_PIECES = [
+    *(
+        "20251110",
+        "020000",
+        "0200",
+        "2025-11-10",
+        "02-00-00",
+        "10.11.2025",
+        "251110020000",
+        "20251399",
+        "1001",
+    ),
+    *(
+        "_",
+        "_",
+        "-",
+        "/",
+        "/",
+        " ",
+        "~",
+        "T",
+        "Z",
+        "+0100",
+        ".5",
+        "$",
+        "\u00a0",
+        "LOG",
+        "S1",
+        "a",
+        "train",
+        "16",
+    ),
+]
+TIME_PATTERNS = [
+    *naming._GUESSES,
+    "{label}/{session}/{sensor}~{*}~{start_time}~{gain}",
+    "{split}_{label}_{sensor}_{start_time}",
+    "{**}/{gain}_{start_time}",
+    "{*}_{start_time}-{sensor}",
+    "{start_time}",
+    "{folder}a{gain}_{split}",
+]
+
+
+@pytest.mark.slow
+@given(st.sampled_from(TIME_PATTERNS), st.lists(st.sampled_from(TIME_PIECES), max_size=9))
+@fuzz(3000)
+def test_expressions_find_what_the_search_finds(pattern, pieces):
+    "The quick way to match a name has the result of the search for all ends, also for guesses."
+    name, guess = "".join(pieces), "start_time" in pattern and "sensor" in pattern
+    quick = match_pattern(pattern, name), guess and naming._read_guess(pattern, name)
+    with mock.patch.object(naming, "_expressions", return_value=[]):
+        assert quick == (match_pattern(pattern, name), guess and naming._read_guess(pattern, name))
 
 
 def as_expression(pattern: str) -> str:
