@@ -222,7 +222,7 @@ class Night(Columns):
         bits = (self["flags"][:, None] >> np.arange(len(FLAGS))) & 1
         n = np.bincount(self.group)
         often = [2 * np.bincount(self.group, x) >= n for x in bits.T]
-        return sum(is_set.astype(np.uint8) << k for k, is_set in enumerate(often))
+        return np.packbits(often, axis=0, bitorder="little")[0]
 
 
 # names of the flags by their bits, separated by blanks
@@ -478,7 +478,7 @@ class History:
     ) -> None:
         "Store a part."
         packed = io.BytesIO()
-        np.savez_compressed(packed, **columns)
+        np.savez_compressed(packed, **dict[str, Any](columns))
         content = packed.getvalue()
         row = (name, *counts, xxhash.xxh3_128_hexdigest(content), content)
         if self.query("SELECT 1 FROM parts WHERE name = ? AND digest = ?", (name, row[4])):
@@ -545,11 +545,16 @@ class History:
                 path,
                 when,
                 night,
-                *real,
+                score,
+                rms_db,
+                floor_db,
+                clipped_share,
                 FLAG_TEXTS[flags],
                 " ".join(f"{x / 10:.1f}" for x in bands if x != _UNKNOWN),
             )
-            for (high, low), sensor, *real, flags, bands, path, when in zip(*columns, *texts, strict=True)
+            for (high, low), sensor, score, rms_db, floor_db, clipped_share, flags, bands, path, when in zip(
+                *columns, *texts, strict=True
+            )
         ]
 
 # %% ../../../nbs/extras/nightly/history.ipynb #nb000001
