@@ -1,6 +1,7 @@
 """Delay of the visit list and false visits on synthetic networks, and the time of a year of nightly runs."""
 
 import os
+import resource
 import tempfile
 import time
 import warnings
@@ -443,6 +444,59 @@ def bench_year(
     }
 
 
+def bench_fleet(
+    work: Path, sensors: int, log: Callable[[str], None], *, recorded: int = 34, kept: int = 2
+) -> dict[str, Any]:
+    """Time the last two of 36 nights of many sensors, without reading audio.
+
+    The nights before are recorded without tables and page. Of the recordings the folder keeps those of two nights.
+    """
+    detector = load_detector(work / "model" / "model.pt")
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory(dir=work) as state:
+        with History(state) as history:
+            for k in range(recorded):
+                history.begin()
+                history.set_meta("model", nightly_run.model_digest(detector))
+                record_run(history, _year_scores(k, sensors)["entries"], Budget())
+                history.commit()
+        log(f"{sensors:,} sensors: {recorded} nights recorded")
+        file = Path(state) / "history.sqlite"
+        sizes = [file.stat().st_size]
+        for k in range(recorded, recorded + 2):
+            found, new = _year_night(k, sensors, kept), _year_scores(k, sensors)
+            began = time.perf_counter()
+            with (
+                mock.patch.object(nightly_run, "find_recordings", return_value=found),
+                mock.patch.object(nightly_run, "read_new", partial(_learn, new)),
+                mock.patch.object(nightly_run, "_clips", return_value={}),
+            ):
+                last = nightly_run.nightly(
+                    "/nowhere", detector, state, time_from="file", device="cpu", progress="none"
+                )
+            seconds.append(time.perf_counter() - began)
+            log(f"night {k + 1}: {seconds[-1]:.1f} s")
+        with History(state) as history:
+            sql = "SELECT avg(length(content)) FROM parts WHERE name < 'a'"
+            night = history.query(sql)[0][0]
+        sizes.append(file.stat().st_size)
+        page = (Path(state) / VISITS_HTML).stat().st_size
+    return {
+        "sensors": sensors,
+        "nights": recorded + 2,
+        "nights_kept": kept,
+        "seconds": seconds,
+        # of the process, with the simulation
+        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "history_bytes": sizes[-1],
+        "bytes_per_night": night,
+        "year_bytes": sizes[-1] + (365 - recorded - 2) * night,
+        "page_bytes": page,
+        "listed": len(last.to_visit),
+        "known": last.counts.known,
+    }
+
+
 def bench_nightly(
     folder: str | os.PathLike,  # work folder: the detector stays there
     *,
@@ -466,6 +520,33 @@ def bench_nightly(
     right = all(row[kind]["leaks"] == row["list"]["leaks"] for row in visits["rows"] for kind in WAYS)
     right &= year["known"] == year_sensors * min(6, year_nights - 1)
     return {**record_head("nightly"), "verified": {"all_ok": right}, "visits": visits, "year": year}
+
+
+def bench_fleets(
+    folder: str | os.PathLike,  # work folder
+    *,
+    sensors: str = "1000,10000,100000",
+    log: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:  # the record
+    "Measure a night of fleets: time, memory, state and page. The detector is trained on 100 recordings, and scores nothing."
+    work = Path(folder)
+    work.mkdir(parents=True, exist_ok=True)
+    train_detector(work, 100, log)
+    fleets = [bench_fleet(work, int(n), log) for n in sensors.split(",")]
+    right = all(f["known"] == f["sensors"] for f in fleets)
+    return {**record_head("fleet"), "verified": {"all_ok": right}, "fleets": fleets}
+
+
+def fleet_table(record: dict[str, Any]) -> str:
+    "Time, memory, state and page of a night as a text table."
+    lines = [
+        f"{'sensors':>8s} {'night, s':>9s} {'memory, GB':>11s} {'state, GB a year':>17s} {'page, MB':>9s}"
+    ]
+    lines += [
+        f"{f['sensors']:>8,} {f['seconds'][-1]:>9.1f} {f['peak_bytes'] / 1e9:>11.2f} {f['year_bytes'] / 1e9:>17.2f} {f['page_bytes'] / 1e6:>9.1f}"
+        for f in record["fleets"]
+    ]
+    return "\n".join(lines)
 
 
 def nightly_table(record: dict[str, Any]) -> str:

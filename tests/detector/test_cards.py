@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -334,17 +334,17 @@ def test_history_as_parquet(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
         history.begin()
         history.add_recordings(entries)
         history.commit()
-        columns = [name for _, name, *_ in history.query("PRAGMA table_info(recordings)")]
-        stored = {row[columns.index("digest")]: row for row in history.query("SELECT * FROM recordings")}
+        stored = {h.digest: asdict(h) for night in history.nights() for h in history.entries(night)}
+    assert [*stored.values()] == [asdict(h) for h in sorted(entries, key=lambda h: (h.night, h.sensor))]
     before = (tmp_path / "state" / "history.sqlite").read_bytes()
     assert main(["export", str(tmp_path / "state"), "--out", str(tmp_path / "out"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == 5000
+    assert json.loads(capsys.readouterr().out)["rows"] == 5000 + 9
     assert (tmp_path / "state" / "history.sqlite").read_bytes() == before
     found = duckdb.sql(f"SELECT * FROM '{tmp_path}/out/recordings.parquet'")
     assert dict(zip(found.columns, map(str, found.types), strict=True))["night"] == "DATE"
     for values in found.fetchall():
         row = dict(zip(found.columns, values, strict=True))
-        right = dict(zip(columns, stored[row["digest"]], strict=True))
+        right = stored[row["digest"]]
         assert (row["sensor"], row["path"], row["score"]) == (right["sensor"], right["path"], right["score"])
         assert (row["night"].isoformat(), row["time"].isoformat()) == (right["night"], right["time"])
         assert (" ".join(row["flags"]), row["bands"]) == (

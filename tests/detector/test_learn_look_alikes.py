@@ -2,7 +2,6 @@
 
 import json
 import os
-import sqlite3
 import unicodedata
 import warnings
 from dataclasses import replace
@@ -28,7 +27,7 @@ from leakmel.detector.data.splits import (
 )
 from leakmel.detector.metrics.significance import recording_groups
 from leakmel.extras.nightly import run
-from leakmel.extras.nightly.history import HISTORY_FILE
+from leakmel.extras.nightly.history import History
 from leakmel.extras.nightly.nights import last_visits, read_all_visits
 from leakmel.extras.nightly.run import nightly
 from leakmel.recordings.labels import read_labels
@@ -195,12 +194,8 @@ def test_a_history_of_an_earlier_version_goes_on(tmp_path, model, monkeypatch):
     visits.write_text("sensor,night\nSüd,2025-01-01\n", encoding="utf-8")
     done = nightly(tmp_path / "r", model, tmp_path / "s", visited=visits, **QUIET)
     assert {r.sensor: r.nights for r in done.sensors} == {NFD: 1, "two  blanks": 2}
-    db = sqlite3.connect(tmp_path / "s" / HISTORY_FILE)
-    assert db.execute("SELECT DISTINCT sensor FROM recordings ORDER BY 1").fetchall() == [
-        (NFD,),
-        ("two  blanks",),
-    ]
-    db.close()
+    with History(tmp_path / "s") as history:
+        assert sorted(history.sensors()) == [NFD, "two  blanks"]
 
 
 def test_the_last_of_two_visits_counts(tmp_path):

@@ -1,4 +1,4 @@
-"visits.html in a real browser: no requests and no script, players that play, nothing wider than the window."
+"visits.html in a real browser: no requests, players that play, nothing wider than the window."
 
 from pathlib import Path
 from typing import Any

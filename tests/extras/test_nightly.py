@@ -29,7 +29,7 @@ from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
 from leakmel.extras.nightly import history
 from leakmel.extras.nightly import run as module
-from leakmel.extras.nightly.history import HISTORY_FILE
+from leakmel.extras.nightly.history import HISTORY_FILE, History, HistoryEntry
 from leakmel.extras.nightly.run import SENSORS_CSV, SENSORS_JSON, VISITS_HTML, RunCounts, nightly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,14 +83,18 @@ def refused(code: str, call: Callable[[], Any]) -> LeakmelError:
     return e.value
 
 
+def stored_entries(state: Path) -> list[HistoryEntry]:
+    with History(state) as opened:
+        return [h for night in opened.nights() for h in opened.entries(night)]
+
+
 def test_scores_are_those_of_predict(tmp_path, model):
     folder = write_nights(tmp_path / "r", range(1, 4))
     put_at(folder, f"long/{name('P9', 3)}", noise(7, 40_000))
     nightly(folder, model, tmp_path / "s", **QUIET)
-    db = sqlite3.connect(tmp_path / "s" / HISTORY_FILE)
-    stored = dict(db.execute("SELECT path, score FROM recordings"))
-    levels = dict(db.execute("SELECT path, rms_db FROM recordings"))
-    db.close()
+    entries = stored_entries(tmp_path / "s")
+    stored = {h.path: h.score for h in entries}
+    levels = {h.path: h.rms_db for h in entries}
     table = lm.predict(folder, model, **QUIET).table
     assert stored == dict(zip(table["path"], table["score"], strict=True))
     assert levels == dict(zip(table["path"], table["rms_db"], strict=True))
@@ -109,10 +113,8 @@ def test_objects_give_the_same_history_as_the_folder(tmp_path, model, monkeypatc
     assert replace(there.counts, times_from_file=0) == replace(here.counts, times_from_file=0)
     values = []
     for state in ("here", "there"):
-        db = sqlite3.connect(tmp_path / state / HISTORY_FILE)
-        sql = "SELECT path, score, floor_db, bands FROM recordings ORDER BY path"
-        values.append(db.execute(sql).fetchall())
-        db.close()
+        entries = stored_entries(tmp_path / state)
+        values.append(sorted((h.path, h.score, h.floor_db, h.bands) for h in entries))
     assert len(values[0]) == 6
     assert values[0] == values[1]
 

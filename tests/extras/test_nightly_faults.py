@@ -12,12 +12,14 @@ import pytest
 from made_detectors import made_detector
 from nightly_world import (
     World,
+    evidence_of,
     failing,
     fresh_rows,
     in_child,
     last_visits,
     nightly,
     no_room,
+    recordings_of,
     rows_of,
     score_files,
 )
@@ -25,12 +27,6 @@ from nightly_world import (
 from leakmel.core.errors import LeakmelError
 from leakmel.extras.nightly import nights, run
 from leakmel.extras.nightly.history import History
-
-RECORDINGS = "SELECT digest, sensor, night, score FROM recordings ORDER BY digest"
-EVIDENCE = (
-    "SELECT sensor, night, recordings, usable, score, n, mean, m2, r0, r1, r2, first_above FROM nights "
-    "ORDER BY sensor, night"
-)
 
 
 def equal(a: object, b: object) -> bool:
@@ -92,7 +88,7 @@ def simulate(root: Path, seed: int, n_sensors: int, n_nights: int) -> Counter[st
             disturbed(world, detector)
             done = nightly(world, detector)
             world.observe()
-            assert rows_of(world.state, RECORDINGS) == sorted(
+            assert rows_of(world.state, recordings_of) == sorted(
                 (digest, *facts) for digest, facts in world.model.items()
             )
             assert {r.sensor for r in done.sensors} == {sensor for sensor, *_ in world.model.values()}
@@ -104,8 +100,8 @@ def simulate(root: Path, seed: int, n_sensors: int, n_nights: int) -> Counter[st
                 assert now <= told.keys()
             listed |= now
             if world.night % 60 == 59 or world.night == n_nights - 1:
-                right = fresh_rows(world, EVIDENCE, last_visits(world))
-                pairs = zip(rows_of(world.state, EVIDENCE), right, strict=True)
+                right = fresh_rows(world, last_visits(world))
+                pairs = zip(rows_of(world.state, evidence_of), right, strict=True)
                 wrong = [pair for pair in pairs if not all(map(equal, *pair))]
                 assert not wrong, (
                     f"night {world.night}: {len(wrong)} rows, the first {wrong[0][0]} instead of {wrong[0][1]}"

@@ -12,12 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from each import each
+from history_of_rows import write_history_of_rows
+from nightly_world import evidence_of, recordings_of, rows_of
 
 from leakmel.core.errors import DataError, LeakmelError, SpaceError
-from leakmel.extras.nightly.history import HISTORY_FILE, History, HistoryEntry
+from leakmel.extras.nightly.history import _COLUMNS, HISTORY_FILE, History, HistoryEntry
 from leakmel.extras.nightly.nights import (
     Budget,
     Evidence,
+    SensorStates,
     first_listing,
     first_nights,
     highest_from_start,
@@ -80,11 +83,8 @@ def test_late_recordings_give_the_same_nights(tmp_path):
     run(tmp_path / "once", entries)
     run(tmp_path / "parts", entries[20:])
     run(tmp_path / "parts", entries[:20])
-    nights = [
-        [line for line in content(tmp_path / name) if 'INTO "nights"' in line] for name in ("once", "parts")
-    ]
-    assert nights[0] == nights[1]
-    assert len(nights[0]) == 40
+    once, parts = (rows_of(tmp_path / name, evidence_of) for name in ("once", "parts"))
+    assert once == parts
 
 
 def test_a_visit_restarts_the_sensor(tmp_path):
@@ -159,13 +159,12 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "garbage": lambda file: file.write_bytes(b"garbage"),
     "truncated": lambda file: os.truncate(file, 6000),
     "overwritten page": _flip,
-    "trigger": _sql("CREATE TRIGGER t AFTER INSERT ON files BEGIN DELETE FROM recordings; END"),
+    "trigger": _sql("CREATE TRIGGER t AFTER INSERT ON files BEGIN DELETE FROM parts; END"),
     "view": _sql("CREATE VIEW v AS SELECT 1"),
     "table changed": _sql("UPDATE sqlite_master SET sql = replace(sql, ' STRICT', '') WHERE name = 'meta'"),
     "other application": _sql("PRAGMA application_id = 1"),
-    "infinite evidence": _sql("UPDATE nights SET r0 = 9e999"),
-    "score of 7": _sql("UPDATE nights SET score = 7"),
-    "no date": _sql("UPDATE recordings SET night = 'tonight'"),
+    "no date": _sql("UPDATE parts SET name = 'tonight' WHERE name = 'state'"),
+    "fewer recordings than sensors": _sql("UPDATE parts SET usable = 0 WHERE usable > 0"),
     "write-ahead log": _sql("PRAGMA journal_mode = WAL"),
     "link": _link,
     "journal is a link": lambda file: file.with_name(f"{file.name}-journal").symlink_to("/etc/passwd"),
@@ -183,32 +182,21 @@ def test_hostile_files_are_refused(tmp_path, name):
 
 
 VALUES = {  # a change that no constraint of the schema and no check of SQLite notices
-    "sensor": "UPDATE nights SET sensor = 'P3' WHERE sensor = 'P1' AND night = '2026-11-04'",
-    "sensor of a recording": "UPDATE recordings SET sensor = 'P3' WHERE path = 'P1~3.wav'",
-    "night": "UPDATE nights SET night = '2026-11-14' WHERE sensor = 'P1' AND night = '2026-11-04'",
-    "night of a recording": "UPDATE recordings SET night = '2026-11-14' WHERE path = 'P1~3.wav'",
-    "time": "UPDATE recordings SET time = '2026-11-04T22:00:00' WHERE path = 'P1~3.wav'",
-    "score": "UPDATE recordings SET score = 0.5 WHERE path = 'P1~3.wav'",
-    "no score": "UPDATE nights SET score = NULL WHERE sensor = 'P1' AND night = '2026-11-04'",
-    "level": "UPDATE recordings SET rms_db = -41 WHERE path = 'P1~3.wav'",
-    "flags": "UPDATE nights SET flags = 'dry' WHERE sensor = 'P1' AND night = '2026-11-04'",
-    "bands": "UPDATE recordings SET bands = '1 2' WHERE path = 'P1~3.wav'",
-    "digest of a recording": "UPDATE recordings SET digest = 'f' || substr(digest, 2) WHERE path = 'P1~3.wav'",
-    "count": "UPDATE nights SET n = n + 1 WHERE night = '2026-11-04'",
-    "mean": "UPDATE nights SET mean = -mean WHERE night = '2026-11-04'",
-    "squares": "UPDATE nights SET m2 = m2 + 1e-9 WHERE night = '2026-11-04'",
-    "evidence": "UPDATE nights SET r0 = r0 + 1 WHERE night = '2026-11-04'",
-    "two values": "UPDATE nights SET r0 = r1, r1 = r0 WHERE night = '2026-11-09'",
-    "first above": "UPDATE nights SET first_above = night WHERE night = '2026-11-04'",
-    "a lost row": "DELETE FROM recordings WHERE path = 'P1~3.wav'",
-    "a lost night": "DELETE FROM nights WHERE sensor = 'P1' AND night = '2026-11-04'",
+    "night": "UPDATE parts SET name = '2026-11-14' WHERE name = '2026-11-04'",
+    "recordings of a night": "UPDATE parts SET recordings = recordings + 1 WHERE name = '2026-11-04'",
+    "usable recordings": "UPDATE parts SET usable = 1, sensors = 1 WHERE name = '2026-11-04'",
+    "sensors of a night": "UPDATE parts SET sensors = 1 WHERE name = '2026-11-04'",
+    "digest of a night": "UPDATE parts SET digest = substr(digest, 2) || 'g' WHERE name = '2026-11-04'",
+    "a lost night": "DELETE FROM parts WHERE name = '2026-11-04'",
+    "no evidence": "DELETE FROM parts WHERE name = 'state'",
+    "no sensors": "DELETE FROM parts WHERE name = 'sensors'",
     "a visit": "INSERT INTO visits VALUES ('P9', '2026-11-02')",
     "a lost visit": "DELETE FROM visits",
     "night of a visit": "UPDATE visits SET night = '2026-11-03'",
     "a file": "UPDATE files SET mtime_ns = mtime_ns + 1",
     "meta": "INSERT OR REPLACE INTO meta VALUES ('budget', '9.0')",
-    "digest": "UPDATE digests SET digest = substr(digest, 2) || substr(digest, 1, 1) WHERE name = 'nights'",
-    "table of a digest": "UPDATE digests SET name = 'nighus' WHERE name = 'nights'",
+    "digest": "UPDATE digests SET digest = substr(digest, 2) || substr(digest, 1, 1) WHERE name = 'parts'",
+    "table of a digest": "UPDATE digests SET name = 'partt' WHERE name = 'parts'",
     "a lost digest": "DELETE FROM digests WHERE name = 'visits'",
     "no digests": "DROP TABLE digests",
     "earlier version": "PRAGMA user_version = 0",
@@ -225,11 +213,19 @@ def history_with_all_tables(folder: Path) -> None:
         history.commit()
 
 
-@each("what", VALUES)
+# bytes of a part: not read by each run, but by those that use it
+CONTENTS = {
+    f"{where} of {part}": f"UPDATE parts SET content = CAST(substr(content, 1, {at}) || x'5a5b' || substr(content, {at} + 3) AS BLOB) WHERE name = '{part}'"
+    for part in ("2026-11-04", "sensors", "state")
+    for where, at in (("head", 2), ("middle", "length(content) / 2"), ("end", "length(content) - 2"))
+}
+
+
+@each("what", [*VALUES, *CONTENTS])
 def test_each_damaged_history_is_refused(tmp_path, tried, what):
     history_with_all_tables(tmp_path)
     whole = (tmp_path / HISTORY_FILE).read_bytes()
-    _sql(VALUES[what])(tmp_path / HISTORY_FILE)
+    _sql((VALUES | CONTENTS)[what])(tmp_path / HISTORY_FILE)
     changed = (tmp_path / HISTORY_FILE).read_bytes()
     assert changed[100:] != whole[100:] or "version" in what
     for _ in range(2):  # a refusal does not bless it
@@ -259,13 +255,9 @@ def test_digests_are_those_of_all_rows(tmp_path):
             history.write("UPDATE files SET size = ? WHERE path = ?", [(2 * k, b"b")])
             history.write("DELETE FROM files WHERE path = ?", [(b"b",)] * (k % 2))
             history.set_meta("reference", "-0.0 é\u2028\U0001fae0"[: k + 3])
-            history.write(
-                "INSERT OR IGNORE INTO recordings VALUES (?, 'S', '', '', '2020-01-01', 0.0, -0.0, 5, -0.0, '', ?)",
-                [(f"{k:f>32}", "é")],
-            )
             history.commit()
-            assert dict(history.query("SELECT name, digest FROM digests")) == history._digests()
-    _sql(VALUES["evidence"])(tmp_path / HISTORY_FILE)
+            assert dict(history.query("SELECT name, digest FROM digests")) == history._digests(_COLUMNS)
+    _sql(VALUES["no evidence"])(tmp_path / HISTORY_FILE)
     with pytest.raises(DataError):
         run(tmp_path, [])
 
@@ -305,7 +297,7 @@ def test_a_damage_after_a_killed_run_is_refused(tmp_path, script):
     for path in tmp_path.glob(f"*{HISTORY_FILE}*"):
         (killed / path.name).write_bytes(path.read_bytes())
     with History(killed) as history:
-        n = len(history.query("SELECT * FROM nights"))
+        n = sum(len(history.night(night).ids) for night in history.nights())
     assert n == (20 if script == _KILLED else 24)
     for what in VALUES:
         for path in tmp_path.glob(f"*{HISTORY_FILE}*"):
@@ -348,7 +340,7 @@ def test_the_rate_of_false_visits_is_within_the_budget():
             evidence.add(rng.normal(-1, 0.5, 500) + 1.5 * (rng.random(500) < taps))
             above = evidence.value >= budget.limit
             n_visits += int(above.sum())
-            evidence.n[above] = evidence.mean[above] = evidence.m2[above] = 0
+            evidence.n[above] = 0
             evidence.r[:, above], evidence.nights[above] = 0, np.nan
         assert 0 < 100 * n_visits / 75_000 <= budget.per_100_nights
 
@@ -410,18 +402,41 @@ def test_sensors_that_are_high_from_the_start_stay_within_the_budget():
     assert highest_from_start({"P1": 1.0, "P2": -1.0}, {"P1": 900, "P2": 900}, Budget()) == []
 
 
-def test_an_earlier_history_is_read_and_its_evidence_computed_again(tmp_path):
-    "The schema is the same; evidence of the first version has another meaning."
+@pytest.mark.parametrize("damage", ["", "nights SET r0 = 8", "recordings SET score = 0.4"])
+def test_a_history_of_rows_is_read_and_its_evidence_computed_again(tmp_path, damage):
+    "As version 1 wrote it: with recordings, visits and files; a changed value is noticed before it is moved."
+    entries, visits = scored_nights(), {"P1": "2026-11-05"}
+    file = write_history_of_rows(
+        tmp_path / "old", entries, visits, {"budget": "0.2; evidence 2", "model": "m"}
+    )
+    if damage:
+        _sql(f"UPDATE {damage} WHERE sensor = 'P1'")(file)
+        with pytest.raises(DataError) as e:
+            run(tmp_path / "old", [])
+        assert e.value.code == "invalid-history"
+        return
+    run(tmp_path / "new", entries, visits)
+    with History(tmp_path / "old") as history:
+        assert history.meta("model") == "m"
+        assert history.query("SELECT size, problem FROM files") == [(9, "")]
+        assert history.query("SELECT * FROM visits") == [*visits.items()]
+    assert run(tmp_path / "old", entries) == 0
+    for read in (recordings_of, evidence_of):
+        assert rows_of(tmp_path / "old", read) == rows_of(tmp_path / "new", read)
+
+
+def test_evidence_of_another_version_is_computed_again(tmp_path):
     run(tmp_path / "new", scored_nights())
     run(tmp_path / "old", scored_nights(12))
     with History(tmp_path / "old") as history:
         history.begin()
         history.set_meta("budget", "0.2")
-        history.write("UPDATE nights SET r0 = 7, r1 = 7, r2 = 7, first_above = ?", [("2026-11-05",)])
+        state = SensorStates(history)
+        state["r"][:] = 7
+        history.put("state", state)
         history.commit()
     run(tmp_path / "old", scored_nights())
-    rows = [[x for x in content(tmp_path / name) if 'INTO "nights"' in x] for name in ("new", "old")]
-    assert rows[0] == rows[1]
+    assert rows_of(tmp_path / "old", evidence_of) == rows_of(tmp_path / "new", evidence_of)
 
 
 def statements(

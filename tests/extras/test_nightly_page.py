@@ -1,7 +1,9 @@
 "visits.html: escaped names, no requests, players of recordings that are still the same, map, drift."
 
 import base64
+import hashlib
 import io
+import json
 import os
 import re
 import wave
@@ -48,6 +50,7 @@ ALLOWED = {
         "footer",
     ),
     *("table", "thead", "tbody", "tr", "th", "td", "img", "audio"),
+    *("script", "input"),  # the only script has its digest in the policy
     *("svg", "line", "polyline", "circle", "rect"),
 }
 HOSTILE = (
@@ -97,6 +100,37 @@ def test_hostile_names_stay_text(tmp_path):
     assert all(address.startswith("data:") for address in page.addresses)
     assert set(HOSTILE) <= set(page.text)
     assert page.tags.count("audio") == len(HOSTILE)
+
+
+def test_a_page_of_many_sensors_has_the_first_in_full_and_a_table_that_filters(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "IN_FULL", 2)
+    hostile = "</script><script>alert(1)"
+    folder = write_nights(tmp_path / "r", range(1, 3), sensors=4)
+    rows = ["path,label,sensor,start_time"]
+    for path in sorted(folder.rglob("*.wav")):
+        sensor = hostile if path.name.startswith("P3") else path.name[:2]
+        rows.append(
+            f"{path.relative_to(folder)},,{sensor},{path.parent.name.replace('d', '2025-01-0')}T23:00:00"
+        )
+    (tmp_path / "t.csv").write_text("\n".join(rows))
+    done = nightly(
+        folder,
+        made_detector(),
+        tmp_path / "s",
+        manifest=lm.scan(folder, table=tmp_path / "t.csv"),
+        audits=0,
+        **QUIET,
+    )
+    page = (tmp_path / "s" / VISITS_HTML).read_text()
+    shown = [r.sensor for r in done.sensors]
+    (data,) = re.findall("id='rows'>(.*?)</script>", page)
+    assert [line.split("\t")[0] for line in json.loads(data)] == shown[2:]
+    (script,) = re.findall("<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page
+    reader = read_page(tmp_path / "s")
+    assert reader.tags.count("script") == 2
+    assert set(shown[:2]) <= set(reader.text)
 
 
 def test_players_have_the_samples_that_were_scored(tmp_path, monkeypatch):

@@ -298,12 +298,6 @@ def test_two_sensors_are_not_compared_with_each_other(tmp_path):
     assert "none that is older than the recordings" in done.first_nights
 
 
-@each("bands", [["a b"], [""], ["nan 1"], ["1 2", "1"], ["inf 1"]])
-def test_levels_that_no_recording_has_are_refused(bands):
-    with raises("invalid-history"):
-        nights.steady_bels(bands)
-
-
 @each("text", ["not json", "[1]", "[" * 100_000])
 def test_features_that_cannot_be_read_are_refused(text):
     with raises("invalid-history"):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from made_detectors import made_detector
 
-from leakmel.extras.nightly import run as module
 from leakmel.extras.nightly.history import History, HistoryEntry
 from leakmel.extras.nightly.nights import (
     Budget,
@@ -72,8 +71,7 @@ def run(folder: Path, k: int) -> list[int]:
     "Steps and statements of a night."
     found: list[int] = []
     with History(folder) as history, counted(history, found):
-        rows = [(f"{k} {s}.wav".encode(), 8236, k, f"{s:032x}", "") for s in range(N_SENSORS)]
-        module.stored_files(history, [row[0] for row in rows])
+        rows = [(f"{s}.wav".encode(), 8236, k, f"{s:032x}", "") for s in range(N_SENSORS)]
         history.begin()
         record_run(history, night_of_network(k), Budget())
         history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", rows)
@@ -88,7 +86,8 @@ def run(folder: Path, k: int) -> list[int]:
 def test_a_night_after_half_a_year_takes_the_steps_of_one_after_two_months(tmp_path):
     work = [run(tmp_path, k) for k in range(200)]
     early, late = np.array(work[60:74]).mean(0), np.array(work[-14:]).mean(0)
-    assert late[0] < 1.3 * early[0]
+    # the list of nights grows by a row, whatever the number of sensors
+    assert late[0] < early[0] + 30 * 126
     assert late[1] == early[1]
 
 

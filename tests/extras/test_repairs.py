@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from each import each
+from nightly_world import evidence_of
 from scipy.stats import poisson
 
 import leakmel as lm
@@ -186,7 +187,7 @@ def test_late_nights_and_visits_give_the_history_of_one_run(tmp_path, has_model)
         for part, known in parts:
             table = add(tmp_path / name, part, known, has_model=has_model)
         with History(tmp_path / name) as history:
-            stored.append((table, history.query("SELECT * FROM nights ORDER BY sensor, night")))
+            stored.append((table, evidence_of(history)))
     assert stored[0] == stored[1] == stored[2]
     assert stored[0][0]["P"].repair.startswith("still loud")
     assert {r.repair for s, r in stored[0][0].items() if s != "P"} == {""}
@@ -204,7 +205,7 @@ def test_labels_of_visits_say_what_a_detector_of_this_site_would_give(tmp_path):
     with History(tmp_path) as history:
 
         def said(visits: list[Visit]) -> str:
-            return site_outlook(history, labelled_recordings(history, visits))
+            return site_outlook(labelled_recordings(history, visits))
 
         assert said([]) == said([Visit("P1", last, "not_found")]) == ""
         assert said(visits[8:15]) == (

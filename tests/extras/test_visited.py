@@ -161,7 +161,7 @@ def test_a_leak_labels_the_nights_since_the_scores_rose(tmp_path):
 
         def nights_of(sensor: str, night: str, outcome: str, after: str = "") -> list[str]:
             found = recordings_of_visit(history, Visit(sensor, night, outcome), after)
-            return [night[-2:] for _, _, night in found]
+            return [h.night[-2:] for h in found]
 
         assert nights_of("P2", "2026-11-18", "leak") == [str(k) for k in range(13, 19)]
         assert nights_of("P1", "2026-11-18", "leak") == ["16", "17", "18"]

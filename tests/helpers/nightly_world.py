@@ -11,7 +11,7 @@ import random
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta
@@ -25,7 +25,7 @@ from leakmel.core import files as core_files
 from leakmel.core.errors import LeakmelError
 from leakmel.dataset.schema import Rejected
 from leakmel.extras.nightly import handover, nights, run
-from leakmel.extras.nightly.history import History, HistoryEntry, night_of
+from leakmel.extras.nightly.history import _EXPORTED, History, HistoryEntry, night_of
 
 FIRST = date(2014, 1, 1)
 KEPT_NIGHTS = 20  # recordings that are older leave the folder
@@ -193,6 +193,7 @@ def score_files(x: Any, *args: Any) -> tuple[list[Any], Sequence[nights.Levels],
     return scored, levels, rejected, [float(s.content.split()[0]) for s in scored]
 
 
+_, _sensor_nights = _EXPORTED["nights"]
 # functions that write, or stand between writes
 PLACES: tuple[tuple[Any, str], ...] = (
     (os, "fsync"),
@@ -246,18 +247,31 @@ def no_room() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def rows_of(state: Path, sql: str) -> list[tuple]:
+def recordings_of(history: History) -> list[tuple]:
+    "Digest, sensor, night and score of each recording."
+    found = (h for night in history.nights() for h in history.entries(night))
+    return sorted((h.digest, h.sensor, h.night, h.score) for h in found)
+
+
+def evidence_of(history: History) -> list[tuple]:
+    "All nights of each sensor, and what its evidence is after the last one."
+    state = nights.SensorStates(history)
+    states = [(s, name, *state[name][k].ravel().tolist()) for s, k in state.ids.items() for name in state]
+    return [*sorted(states), *_sensor_nights(history)]
+
+
+def rows_of(state: Path, read: Callable[[History], list[tuple]]) -> list[tuple]:
     with History(state) as history:
-        return history.query(sql)
+        return read(history)
 
 
-def fresh_rows(world: World, sql: str, visits: dict[str, str]) -> list[tuple]:
-    "What a new history says of all recordings of the model, added at once."
+def fresh_rows(world: World, visits: dict[str, str]) -> list[tuple]:
+    "The evidence of a new history of all recordings of the model, added at once."
     with History(world.root / "fresh") as history:
         history.begin()
         entries = [entry_of(digest, *facts) for digest, facts in world.model.items()]
         nights.record_run(history, entries, nights.Budget(), visits, last_repairs(world))
-        found = history.query(sql)
+        found = evidence_of(history)
         history.commit()
     shutil.rmtree(world.root / "fresh")
     return found

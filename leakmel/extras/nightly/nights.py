@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, datetime, timedelta
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import compress, groupby, islice
-from operator import itemgetter
+from itertools import compress, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +45,7 @@ from leakmel.dataset.schema import Rejected
 from leakmel.detector.data.segments import Segments, conform_recording, cut_into_rows
 from leakmel.detector.model.detector import Detector, required_spec, spec_differences
 from leakmel.detector.predict.predict import ScoredRecording
-from leakmel.extras.nightly.history import N_BANDS, History, HistoryEntry
+from leakmel.extras.nightly.history import FLAG_TEXTS, FLAGS, N_BANDS, History, HistoryEntry, Night
 from leakmel.mel.engines import Engine, open_engine
 from leakmel.mel.spec import MelSpec, mel_corners_hz, spec_from_dict
 from leakmel.recordings.conform import FIGURES, quality_figures
@@ -127,6 +126,7 @@ WINDOW = 30  # last usable nights of a sensor that are compared
 _STARTS = 20  # last nights on which a rise may have begun
 _MOST = 10.0  # e-value of a night
 _LEAST = 0.1
+_BLOCK = 8192  # sensors that are computed at once
 
 
 _FAR = 4.0  # deviations: a night with a tap that runs all the time lies further from the others
@@ -158,8 +158,7 @@ class Evidence:
     """
 
     def __init__(self, n_sensors: int, n_values: int = 1):
-        # [S]: nights so far, mean of their logits, sum of squared deviations
-        self.n, self.mean, self.m2 = np.zeros((3, n_sensors))
+        self.n = np.zeros(n_sensors)  # [S] nights so far
         # [S, V, N] what is compared of the last nights, oldest first
         self.nights = np.full((n_sensors, n_values, WINDOW), np.nan)
         self.r = np.zeros((len(EFFECTS), n_sensors))  # [K, S]
@@ -183,11 +182,18 @@ class Evidence:
         values: np.ndarray | None = None,  # [S, V] what is compared; None: the logit
     ) -> None:
         "Add a night [S] of logits, NaN without a usable recording, and the values [S, V] that are compared instead, without outliers."
-        here = np.isfinite(x)
-        n_values = self.nights.shape[1]
-        new = (x[:, None] if values is None else values)[here, :, None]
+        found = np.flatnonzero(np.isfinite(x))
+        self.n[found] += 1
+        for k in range(0, len(found), _BLOCK):  # memory
+            here = found[k : k + _BLOCK]
+            self._add(here, x[here, None] if values is None else values[here], values is not None)
+
+    def _add(self, here: np.ndarray, values: np.ndarray, is_limited: bool) -> None:
+        "Add what is compared [H, V] of some sensors."
+        n_values = values.shape[1]
+        new = values[:, :, None]
         stored = np.concatenate([self.nights[here], new], axis=2).reshape(-1, WINDOW + 1)
-        nights = stored if values is None else without_outliers(stored)
+        nights = without_outliers(stored) if is_limited else stored
         known = np.isfinite(nights)
         before = known.cumsum(1)[:, -_STARTS - 1 : -1]
         total = np.where(known, nights, 0).cumsum(1)[:, -_STARTS - 1 : -1]
@@ -201,10 +207,6 @@ class Evidence:
         r = np.minimum((1 + self.r[:, here]) * np.minimum(e, _MOST), 1e12)
         self.r[:, here] = np.where(before[::n_values, -1] > 0, r, 0)
         self.nights[here] = stored[:, 1:].reshape(-1, n_values, WINDOW)
-        self.n = self.n + here
-        delta = np.where(here, x, self.mean) - self.mean
-        self.mean = self.mean + delta / np.maximum(self.n, 1)
-        self.m2 = self.m2 + delta * (np.where(here, x, self.mean) - self.mean)
 
 
 def start_of_rise(
@@ -404,8 +406,8 @@ def spec_without_model(folder: str | os.PathLike, paths: Iterable[bytes]) -> Mel
     return MelSpec.preset("disjoint", sample_rate=rate, f_max_hz=min(2048.0, rate / 2))
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #6c07e648
-# flags of recordings that are no evidence -> how the health of a logger names them
-UNUSABLE = {"silent": "silent", "dry": "off the pipe (gain 1)", "clipped": "clipped"}
+# how the health of a logger names FLAGS
+UNUSABLE = dict(zip(FLAGS, ("silent", "off the pipe (gain 1)", "clipped"), strict=True))
 
 
 def flags_of(silent: bool, dry: bool, clipped_share: float) -> str:
@@ -571,20 +573,19 @@ def compared_nights(
 
     That is the logit of the score, or without a model the steady level of each band in bels.
     """
-    rows = history.query(
-        "SELECT night, score FROM nights WHERE sensor = ? AND night <= ? AND night > ? AND score IS NOT NULL ORDER BY night DESC LIMIT ?",
-        (sensor, until, after, most),
-    )[::-1]
-    if not rows or stored_spec(history) is None:
-        return [night for night, _ in rows], night_logit(np.array([score for _, score in rows]))[:, None]
-    own = history.query(
-        "SELECT night, bands FROM recordings WHERE sensor = ? AND night BETWEEN ? AND ? AND flags = '' ORDER BY night",
-        (sensor, rows[0][0], rows[-1][0]),
-    )
-    by_night = {
-        night: steady_bels([x for _, x in of_night]) for night, of_night in groupby(own, itemgetter(0))
-    }
-    return [*by_night], np.array([*by_night.values()])
+    is_of_levels = stored_spec(history) is not None
+    number = history.ids().get(sensor, -1)
+    found: list[tuple[str, np.ndarray]] = []
+    for night in reversed(history.nights()):
+        if not after < night or len(found) == most:
+            break
+        if night > until:
+            continue
+        part = history.night(night)
+        k = part.place(number)
+        if k >= 0 and np.isfinite(part.score[k]):
+            found.append((night, part.bels[k] if is_of_levels else night_logit(part.score[k : k + 1])))
+    return [night for night, _ in found[::-1]], np.array([x for _, x in found[::-1]] or np.empty((0, 1)))
 
 
 _SEARCHED = 3 * WINDOW  # nights before a visit: some crews come weeks after the list
@@ -622,8 +623,8 @@ def nights_since_visit(
     return [*quiet, *own][-WINDOW:], both[-WINDOW:], n_quiet
 
 
-def recordings_of_visit(history: History, visit: Visit, after: str) -> list[tuple[str, str, str]]:
-    """Return path, digest and night of the recordings that the outcome of a visit labels: of the nights before it, at most WINDOW, later than another night.
+def recordings_of_visit(history: History, visit: Visit, after: str) -> list[HistoryEntry]:
+    """Return the recordings that the outcome of a visit labels: of the nights before it, at most WINDOW, later than another night.
 
     A leak was not there before the scores rose: without a clear rise it labels the last three nights only.
     """
@@ -634,10 +635,12 @@ def recordings_of_visit(history: History, visit: Visit, after: str) -> list[tupl
     if visit.outcome == "leak":
         rise = start_of_rise(above_hum(values), _MOST) if len(nights) > 1 else 0
         first = rise or max(0, len(nights) - RECENT_NIGHTS)
-    return history.query(
-        "SELECT path, digest, night FROM recordings WHERE sensor = ? AND night BETWEEN ? AND ? AND flags = '' ORDER BY night, digest",
-        (visit.sensor, nights[first], visit.night),
-    )
+    number = history.ids()[visit.sensor]
+    found = []
+    for night in nights[first:]:
+        part = history.night(night)
+        found += history.entries(night, (part["sensor"] == number) & part.is_usable)
+    return found
 
 
 def visit_results(visits: Sequence[Visit], sensor_nights: int) -> dict[str, Any]:
@@ -668,41 +671,7 @@ def visit_results(visits: Sequence[Visit], sensor_nights: int) -> dict[str, Any]
     }
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #19e2d06a
-_EVIDENCE = 2  # version of the evidence: a history with another one is computed again from its recordings
-_Night = tuple[int, int, float | None, float, float, str]  # the columns from recordings to flags
-
-
-def _together(rows: Sequence[tuple]) -> _Night:
-    "Aggregate recordings (night, score, rms_db, floor_db, flags, bands): the median score of the usable ones, the levels of all, the flags of most."
-    _, scores, rms_db, floor_db, flags, _ = zip(*rows, strict=True)
-    usable = [score for score, text in zip(scores, flags, strict=True) if not text]
-    words = " ".join(flags).split()
-    common = " ".join(name for name in UNUSABLE if 2 * words.count(name) >= len(rows))
-    score = median(usable) if usable else None
-    return len(rows), len(usable), score, median(rms_db), median(floor_db), common
-
-
-_Compared = tuple[_Night, np.ndarray]  # and what is compared [V]
-
-
-def _of_night(rows: Sequence[tuple], has_model: bool) -> _Compared:
-    "Aggregate recordings (night, score, rms_db, floor_db, flags, bands), and return what is compared of them [V]."
-    night = _together(rows)
-    bands = [] if has_model else [text for *_, flags, text in rows if not flags]
-    return night, (steady_bels(bands) if bands else night_logit(night[2] or 0.0)[None])
-
-
-def steady_bels(bands: Sequence[str]) -> np.ndarray:  # [V]
-    "Return the median level of each band over recordings, as the history stores them, at least one, in bels; raises DataError."
-    try:
-        found = np.array([text.split() for text in bands], float)
-        if found.ndim != 2 or not found.size or not np.isfinite(found).all():
-            raise ValueError("bands")
-    except (ValueError, AttributeError) as e:
-        raise DataError("the history holds levels that no recording has", code="invalid-history") from e
-    return np.median(found, axis=0) / 10
-
-
+_EVIDENCE = 3  # version of the evidence: a history with another one is computed again from its recordings
 WITHOUT_MODEL = "none"  # in place of the digest of a model
 _HIGH = 3.0  # deviations above the other sensors: a score of 0.5
 _LEAST_DB = 1.0  # of a deviation
@@ -732,11 +701,9 @@ def stored_spec(history: History) -> MelSpec | None:
 
 def _bels_of_night(history: History, night: str) -> dict[str, np.ndarray]:
     "Return the steady levels [V] of each sensor that has a usable recording in a night, in bels."
-    rows = history.query(
-        "SELECT sensor, bands FROM recordings WHERE night = ? AND flags = '' ORDER BY sensor, digest",
-        (night,),
-    )
-    return {s: steady_bels([bands for _, bands in own]) for s, own in groupby(rows, itemgetter(0))}
+    part, names = history.night(night), history.sensors()
+    usable = np.flatnonzero(np.isfinite(part.score))
+    return dict(zip((names[k] for k in part.ids[usable].tolist()), part.bels[usable], strict=True))
 
 
 def compared_scores(
@@ -759,29 +726,16 @@ def compared_scores(
     return 1 / (1 + np.exp(_HIGH - loudest.mean(1)))
 
 
-def _compare_sensors(history: History, nights: Iterable[str]) -> list[tuple[str, str]]:
-    "Score the recordings of nights against the sensors of the same night; returns the sensors and nights."
-    changed = []
-    for night in sorted(nights):
-        by_sensor = _bels_of_night(history, night)
-        rows = history.query("SELECT digest, bands FROM recordings WHERE night = ? AND flags = ''", (night,))
-        if rows:
-            bels = np.array([steady_bels([bands]) for _, bands in rows])
-            scores = compared_scores(bels, np.array([*by_sensor.values()])).round(6).tolist()
-            new = [(score, digest) for score, (digest, _) in zip(scores, rows, strict=True)]
-            history.write("UPDATE recordings SET score = ?1 WHERE digest = ?2 AND score != ?1", new)
-        changed += [(s, night) for s in by_sensor]
-    return changed
-
-
-def all_sensors(history: History) -> list[str]:
-    "Return the sensors of the history; each is one step in the index, where DISTINCT reads all nights."
-    sql = (
-        "WITH RECURSIVE s(sensor) AS (SELECT min(sensor) FROM nights UNION ALL "
-        "SELECT (SELECT min(sensor) FROM nights WHERE sensor > s.sensor) FROM s WHERE s.sensor IS NOT NULL) "
-        "SELECT sensor FROM s WHERE sensor IS NOT NULL"
-    )
-    return [sensor for (sensor,) in history.query(sql)]
+def _compare_sensors(history: History, nights: Iterable[str]) -> None:
+    "Score the recordings of nights against the sensors of the same night."
+    for night in nights:
+        part = history.night(night)
+        if part.is_usable.any():
+            scores = part["score"].copy()
+            levels = part["bands"][part.is_usable] / 10 / 10
+            sensors = part.bels[np.isfinite(part.score)]
+            scores[part.is_usable] = compared_scores(levels, sensors).round(6)
+            history.put_night(night, {name: part[name] for name in part.packed} | {"score": scores})
 
 
 _REPAIR = "repair of "  # a sensor: name of a stored value, the nights of `repaired`
@@ -813,6 +767,140 @@ def _write_visits(
     return new, changed
 
 
+def day_of(night: str) -> int:
+    "Return the number of a night; 0: none."
+    return date.fromisoformat(night).toordinal() if night else 0
+
+
+_CURVE = 31  # last nights whose evidence is kept for the page
+_STATES: dict[
+    str, tuple[tuple[int, ...], type, float]
+] = {  # of each sensor: shape, type, and value before its first night
+    "n": ((), np.float64, 0),  # usable nights since the last visit
+    "r": ((len(EFFECTS),), np.float64, 0),
+    "first_above": ((), np.int32, 0),  # night
+    "last": ((), np.int32, 0),  # night with a recording
+    "starts": ((MIN_NIGHTS,), np.int32, 0),  # first usable nights
+    "start_scores": ((MIN_NIGHTS,), np.float64, 0),
+    "curve": ((_CURVE,), np.float32, -1),  # evidence of the last nights
+}
+
+
+class SensorStates(dict[str, np.ndarray]):
+    "What the history knows of each sensor [S, ...] after its last night, in the order of their numbers."
+
+    def __init__(self, history: History):
+        super().__init__()
+        self.ids = history.ids()
+        stored = history.part("state")
+        for name, (shape, kind, value) in _STATES.items():
+            self[name] = np.full((len(self.ids), *shape), value, kind)
+            if stored is not None:
+                self[name][: len(stored[name])] = stored[name]
+
+    def forget(self, sensors: np.ndarray) -> None:
+        "Begin again at some sensors."
+        for name, (*_, value) in _STATES.items():
+            self[name][sensors] = value
+
+    def read_first_scores(self, history: History, nights: Iterable[str]) -> None:
+        "Read the scores of first nights again that were compared with other sensors."
+        for night in nights:
+            part = history.night(night)
+            sensor, k = np.nonzero(self["starts"] == day_of(night))
+            self["start_scores"][sensor, k] = part.score[np.searchsorted(part.ids, sensor)]
+
+    def add(
+        self, sensors: np.ndarray, day: int, score: np.ndarray, evidence: np.ndarray, limit: float
+    ) -> None:
+        "Add a night of some sensors: median score, NaN without one, and evidence."
+        self["last"][sensors] = day
+        self["first_above"][sensors[(self["first_above"][sensors] == 0) & (evidence >= limit)]] = day
+        self["curve"][sensors] = np.column_stack([self["curve"][sensors, 1:], evidence])
+        k = (self["starts"][sensors] > 0).sum(1)
+        is_first = np.isfinite(score) & (k < MIN_NIGHTS)
+        at = sensors[is_first], k[is_first]
+        self["starts"][at] = day
+        self["start_scores"][at] = score[is_first]
+
+
+def _compared(part: Night, sensors: np.ndarray, is_of_levels: bool) -> np.ndarray:  # [H, V]
+    "Return what is compared of some sensors of a night, by their places."
+    return above_hum(part.bels[sensors]) if is_of_levels else night_logit(part.score[sensors])[:, None]
+
+
+def _continued(
+    history: History, state: SensorStates, own: np.ndarray, n_values: int, is_of_levels: bool
+) -> Evidence:
+    "Return the evidence of some sensors, as their last nights left it."
+    evidence = Evidence(len(own), n_values)
+    evidence.n[:] = state["n"][own]
+    evidence.r[:] = state["r"][own].T
+    place = np.full(len(state.ids), -1)
+    place[own] = np.arange(len(own))
+    left = np.minimum(evidence.n, WINDOW).astype(int)
+    for night in reversed(history.nights()):
+        if not left.any():
+            break
+        part = history.night(night)
+        k = place[part.ids]
+        is_part = (
+            (k >= 0) & (left[k] > 0) & np.isfinite(part.score) & (state["last"][own[k]] >= day_of(night))
+        )
+        k = k[is_part]
+        left[k] -= 1
+        evidence.nights[k, :, WINDOW - np.minimum(evidence.n[k], WINDOW).astype(int) + left[k]] = _compared(
+            part, np.flatnonzero(is_part), is_of_levels
+        )
+    return evidence
+
+
+def _record_nights(
+    history: History,
+    state: SensorStates,
+    restarts: Mapping[str, Sequence[str]],
+    since: Mapping[int, int],  # number of a sensor -> its first changed night
+    limit: float,
+) -> None:
+    "Compute the evidence of sensors from their first changed nights on, or from their first nights if these are not new."
+    spec = stored_spec(history)
+    n_values = 1 if spec is None else len(above_hum(np.arange(len(mel_groups(spec.mel_hz)))))
+    own = np.array(sorted(since))
+    days = np.array([since[s] for s in own.tolist()])
+    days[days <= state["last"][own]] = 0
+    state.forget(own[days == 0])
+    evidence = _continued(history, state, own, n_values, spec is not None)
+    names = [*state.ids]
+    since_visit = [restarts.get(names[s], [""]) for s in own.tolist()]
+    restarted = np.array([day_of(visits[-1]) for visits in since_visit])
+    is_repaired = np.array([len(visits) > 1 for visits in since_visit])
+    for k in np.flatnonzero(is_repaired & (evidence.n > 0) & (evidence.n < WINDOW)).tolist():
+        until = date.fromordinal(int(state["last"][own[k]])).isoformat()
+        evidence.start(k, nights_since_visit(history, names[own[k]], since_visit[k], until)[1])
+    place = np.full(len(names), -1)
+    place[own] = np.arange(len(own))
+    for night in history.nights():
+        day = day_of(night)
+        if day < days.min():
+            continue
+        part = history.night(night)
+        k = place[part.ids]
+        here = np.flatnonzero((k >= 0) & (days[k] <= day))
+        k = k[here]
+        new = np.isfinite(part.score[here]) & (day > restarted[k])
+        x, values = np.full(len(own), np.nan), np.full((len(own), n_values), np.nan)
+        x[k[new]] = night_logit(part.score[here[new]])
+        values[k[new]] = _compared(part, here[new], spec is not None)
+        for j in k[new & is_repaired[k] & (evidence.n[k] == 0)].tolist():
+            evidence.start(
+                j, nights_since_visit(history, names[own[j]], since_visit[j], since_visit[j][-1])[1]
+            )
+        evidence.add(x, None if spec is None else values)
+        state.add(own[k], day, part.score[here], evidence.value[k], limit)
+    state["n"][own], state["r"][own] = evidence.n, evidence.r.T
+    history.put("state", state)
+
+
 def record_run(
     history: History,
     entries: Sequence[HistoryEntry],
@@ -828,57 +916,23 @@ def record_run(
     """
     new = history.add_recordings(entries)
     spec = stored_spec(history)
-    changed = [(h.sensor, h.night) for h in new]
+    nights = {h.night for h in new}
     if spec is not None:
-        changed += _compare_sensors(history, {h.night for h in new})
-    # sensor -> first changed night
-    since = dict(sorted(changed, key=itemgetter(1), reverse=True))
+        _compare_sensors(history, nights)
     restarts, restarted = _write_visits(history, visits, repairs or {})
-    since |= dict.fromkeys(restarted, "")
+    state = SensorStates(history)
+    if spec is not None:
+        state.read_first_scores(history, nights)
+    since: dict[int, int] = {}
+    for h in new:
+        since[state.ids[h.sensor]] = min(day_of(h.night), since.get(state.ids[h.sensor], 9**9))
+    since |= {state.ids[s]: 0 for s in restarted if s in state.ids}
     limit = f"{budget.per_100_nights!r}; evidence {_EVIDENCE}"
     if history.meta("budget") != limit:  # the first night above the limit is another one
         history.set_meta("budget", limit)
-        since |= dict.fromkeys(all_sensors(history), "")
-    sensors = sorted(since)
-    n_values = 1 if spec is None else len(above_hum(np.arange(len(mel_groups(spec.mel_hz)))))
-    evidence = Evidence(len(sensors), n_values)
-    first_above: list[str | None] = [None] * len(sensors)
-    by_date: dict[str, dict[int, _Compared]] = {}
-    for k, sensor in enumerate(sensors):
-        before = history.query(
-            "SELECT night, first_above, n, mean, m2, r0, r1, r2 FROM nights WHERE sensor = ? AND night < ? ORDER BY night DESC LIMIT 1",
-            (sensor, since[sensor]),
-        )
-        if before and before[0][0] > restarts.get(sensor, [""])[-1]:
-            _, first_above[k], evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k] = before[0]
-            evidence.start(
-                k, nights_since_visit(history, sensor, restarts.get(sensor, [""]), before[0][0])[1]
-            )
-        rows = history.query(
-            "SELECT night, score, rms_db, floor_db, flags, bands FROM recordings WHERE sensor = ? AND night >= ? ORDER BY night, digest",
-            (sensor, since[sensor]),
-        )
-        for night, own in groupby(rows, itemgetter(0)):
-            by_date.setdefault(night, {})[k] = _of_night(list(own), spec is None)
-    for night, of_night in sorted(by_date.items()):
-        x = np.full(len(sensors), np.nan)
-        values = np.full((len(sensors), n_values), np.nan)
-        for k, ((_, _, score, *_), compared) in of_night.items():
-            since_visit = restarts.get(sensors[k], [""])
-            if score is not None and night > since_visit[-1]:
-                x[k] = night_logit(score)
-                values[k] = above_hum(compared)
-                if len(since_visit) > 1 and not evidence.n[k]:
-                    quiet = nights_since_visit(history, sensors[k], since_visit, since_visit[-1])
-                    evidence.start(k, quiet[1])
-        evidence.add(x, None if spec is None else values)
-        written = []
-        for k, (night_row, _) in of_night.items():
-            if first_above[k] is None and evidence.value[k] >= budget.limit:
-                first_above[k] = night
-            state = map(float, (evidence.n[k], evidence.mean[k], evidence.m2[k], *evidence.r[:, k]))
-            written.append((sensors[k], night, *night_row, *state, first_above[k]))
-        history.write(f"INSERT OR REPLACE INTO nights VALUES ({', '.join('?' * 15)})", written)
+        since = dict.fromkeys(state.ids.values(), 0)
+    if since:
+        _record_nights(history, state, restarts, since, budget.limit)
     return new
 
 # %% ../../../nbs/extras/nightly/nights.ipynb #30ed1e7f
@@ -890,8 +944,9 @@ def _moved_db(levels: Sequence[float]) -> float:  # dB; 0 where nothing moved
     recent, earlier = levels[-RECENT_NIGHTS:], levels[:-RECENT_NIGHTS]
     if len(earlier) < MIN_NIGHTS:
         return 0.0
-    by = median(recent) - median(earlier)
-    spread = 1.4826 * median([abs(x - median(earlier)) for x in earlier])
+    middle = median(earlier)
+    by = median(recent) - middle
+    spread = 1.4826 * median([abs(x - middle) for x in earlier])
     return by if abs(by) >= max(6.0, 4 * spread) else 0.0
 
 
@@ -930,8 +985,8 @@ class SensorRow:
     repair: str = ""  # what the nights since the visit say, if it found a leak, in the first WINDOW of them and while the sensor is listed
 
 
-SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
 _NONE = ("", "", None)  # path, digest and level of no recording
+SENSOR_COLUMNS = tuple(f.name for f in fields(SensorRow))
 
 
 RISING = "rising, not enough evidence yet"
@@ -974,6 +1029,11 @@ def _steady_rise(history: History, sensor: str, restarts: Sequence[str]) -> _Nig
     return (nights[k], 10 * (bels[k:] - np.median(bels[:k], axis=0))) if k else None
 
 
+@lru_cache(8)
+def _corners_hz(spec: MelSpec) -> np.ndarray:
+    return mel_corners_hz(spec, spec.n_mels)
+
+
 def steady_noise(
     spec: MelSpec,
     over: np.ndarray | None,  # [V] dB above the other sensors in the last night; None: no usable recording
@@ -989,7 +1049,7 @@ def steady_noise(
     wide = gains >= gains[k] / 2
     first = k - int(np.argmin([*wide[:k][::-1], False]))
     last = k + int(np.argmin([*wide[k + 1 :], False]))
-    corners = mel_corners_hz(spec, spec.n_mels)
+    corners = _corners_hz(spec)
     groups = mel_groups(np.arange(spec.n_mels))
     hz = f"{round(corners[groups[first][0]], -1):.0f}-{round(corners[groups[last][-1] + 2], -1):.0f} Hz"
     others = "" if over is None else f"{over[k]:.0f} dB above the other sensors"
@@ -1090,33 +1150,79 @@ def highest_from_start(
 
 
 def _high_from_start(
-    history: History, by_sensor: Mapping[str, Sequence[tuple]], normal: np.ndarray, budget: Budget
+    history: History, state: SensorStates, normal: np.ndarray, budget: Budget
 ) -> dict[str, float]:
     """Return sensors that were not visited and whose first nights are high, with their p-values.
 
     They are compared with groups without a leak (conformal p-value of a new group, at most 0.05), and with the other sensors (the p-value is 1 there).
     """
-    sql = "SELECT score FROM nights WHERE sensor = ? AND score IS NOT NULL ORDER BY night LIMIT ?"
-    first = {s: [x for (x,) in history.query(sql, (s, MIN_NIGHTS))] for s in by_sensor}
-    levels = {s: median(own) for s, own in first.items() if len(own) == MIN_NIGHTS}
-    logits = {s: float(night_logit(x)) for s, x in levels.items()}
-    found = dict.fromkeys(highest_from_start(logits, {s: by_sensor[s][-1][4] for s in levels}, budget), 1.0)
-    p_values = {s: float((1 + np.sum(normal >= x)) / (1 + len(normal))) for s, x in levels.items()}
+    old = np.flatnonzero(state["starts"][:, -1])
+    names = [*state.ids]
+    levels = night_logit(np.median(state["start_scores"][old], axis=1)).tolist()
+    logits = {names[s]: x for s, x in zip(old.tolist(), levels, strict=True)}
+    nights = {names[s]: float(state["n"][s]) for s in old.tolist()}
+    found = dict.fromkeys(highest_from_start(logits, nights, budget), 1.0)
+    higher = len(normal) - np.searchsorted(np.sort(night_logit(normal)), levels)
+    p_values = dict(zip(logits, ((1 + higher) / (1 + len(normal))).tolist(), strict=True))
     # at most this share of normal new sensors is listed
     found |= {s: p for s, p in p_values.items() if p <= 0.05}
     visited = {s for (s,) in history.query("SELECT sensor FROM visits")}
     return {s: p for s, p in found.items() if s not in visited}
 
 
-def _best_recordings(history: History, since: str, column: str) -> dict[str, tuple]:
-    "Return path, digest and level of the recording with the highest value of a column, for each sensor."
-    return {
-        row[0]: row[1:]
-        for row in history.query(
-            f"SELECT sensor, path, digest, rms_db, max({column}) FROM recordings INDEXED BY by_date WHERE night >= ? AND flags = '' GROUP BY sensor",
-            (since,),
-        )
-    }
+def _best_recordings(history: History, since: str, column: str) -> dict[int, tuple]:
+    "Return path, digest and level of the recording with the highest value of a column since a night, by sensor."
+    found: dict[int, tuple] = {}
+    best = np.full(len(history.ids()), -np.inf)
+    for night in (n for n in history.nights() if n >= since):
+        part = history.night(night)
+        rows = np.flatnonzero(part.is_usable)
+        rows = rows[np.lexsort((part[column][rows], part["sensor"][rows]))]
+        rows = rows[np.diff(part["sensor"][rows], append=-1) != 0]  # the highest of each sensor
+        rows = rows[part[column][rows] > best[part["sensor"][rows]]]
+        best[part["sensor"][rows]] = part[column][rows]
+        paths = part.texts("path") if len(rows) else []
+        columns = (part[name][rows].tolist() for name in ("sensor", "digest", "rms_db"))
+        for row, sensor, (high, low), level in zip(rows.tolist(), *columns, strict=True):
+            found[sensor] = paths[row], f"{high:016x}{low:016x}", round(level, 2)
+    return found
+
+
+class _RecentNights:
+    "Nights of each sensor since a night, or its last one."
+
+    def __init__(self, history: History, state: SensorStates, since: str):
+        self.nights = [n for n in history.nights() if n >= since]
+        self.history = history
+        self.state = state
+        # [3, S, N] level, noise floor and score
+        self.values = np.full((3, len(state.ids), len(self.nights)), np.nan)
+        self.flags = np.full(self.values.shape[1:], 255, np.uint8)
+        for k, night in enumerate(self.nights):
+            part = history.night(night)
+            self.values[:, part.ids, k] = self._values_of(part)
+            self.flags[part.ids, k] = part.flags
+        self.evidence = state["r"].mean(1)
+
+    def _values_of(self, part: Night) -> list[np.ndarray]:
+        return [part.medians(part["rms_db"]), part.medians(part["floor_db"]), part.score]
+
+    def of(self, sensor: int) -> list[tuple]:
+        "Return its nights: night, level, noise floor, flags, usable nights, score, first night above the limit, evidence."
+        here = np.flatnonzero(self.flags[sensor] < 255)
+        nights, flags = [self.nights[k] for k in here.tolist()], self.flags[sensor, here]
+        values = self.values[:, sensor, here]
+        if not nights:
+            nights = [date.fromordinal(int(self.state["last"][sensor])).isoformat()]
+            part = self.history.night(nights[0])
+            at = part.ids == sensor
+            flags, values = part.flags[at], np.array([x[at] for x in self._values_of(part)])
+        n, first = float(self.state["n"][sensor]), int(self.state["first_above"][sensor])
+        above = date.fromordinal(first).isoformat() if first else None
+        known = [None if x != x else x for x in values[2].tolist()]
+        columns = (nights, *values[:2].tolist(), [FLAG_TEXTS[bits] for bits in flags.tolist()])
+        evidence = float(self.evidence[sensor])
+        return [(*row, n, score, above, evidence) for *row, score in zip(*columns, known, strict=True)]
 
 
 def sensor_table(
@@ -1132,31 +1238,26 @@ def sensor_table(
     day = date.fromisoformat(last)
     since = (day - timedelta(days=28 + RECENT_NIGHTS - 1)).isoformat()
     week = (day - timedelta(days=6)).isoformat()
-    columns = "night, rms_db, floor_db, flags, n, score, first_above, (r0 + r1 + r2) / 3"
-    recent = history.query(
-        f"SELECT sensor, {columns} FROM nights INDEXED BY night_dates WHERE night >= ? ORDER BY sensor, night",
-        (since,),
-    )
-    by_sensor = {s: [row[1:] for row in rows] for s, rows in groupby(recent, itemgetter(0))}
-    by_sensor |= {
-        s: history.query(f"SELECT {columns} FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 1", (s,))
-        for s in all_sensors(history)
-        if s not in by_sensor
-    }
-    p_values = _high_from_start(history, by_sensor, np.asarray(normal), budget)
+    state = SensorStates(history)
+    recent = _RecentNights(history, state, since)
+    p_values = _high_from_start(history, state, np.asarray(normal), budget)
+    names = [*state.ids]
     visits = dict.fromkeys(p_values, "high from the start") | {
-        s: "evidence" for s, own in by_sensor.items() if own[-1][6] is not None
+        names[s]: "evidence" for s in np.flatnonzero(state["first_above"]).tolist()
     }
-    free = [s for s, own in by_sensor.items() if s not in visits and own[-1][0] >= week]
+    active = np.flatnonzero(state["last"] >= day_of(week)).tolist()
+    free = [names[k] for k in active if names[k] not in visits]
     # at random, but the choice of a night is always the same
     free.sort(key=lambda s: blake2b(f"{last} {s}".encode("utf-8", "surrogateescape")).digest())
     visits |= dict.fromkeys(free[:audits], "audit")
     best = _best_recordings(history, week, "score")
     loudest = _best_recordings(history, week, "rms_db")
+    history.parts.clear()  # memory
     restarts = stored_visits(history)
     noise = _NoiseTexts(history, last, restarts)
     rows = []
-    for s, own in by_sensor.items():
+    for number, s in enumerate(names):
+        own = recent.of(number)
         visit, health = visits.get(s, ""), sensor_health(own, last)
         rises = visit == "evidence" or own[-1][7] >= budget.limit / 10
         since_visit = restarts.get(s, [""])
@@ -1168,7 +1269,9 @@ def sensor_table(
         reason = _reason(visit, own, budget, p_values.get(s, 1.0), rise, text, repair)
         if visit == "evidence" and "level moved" in health:
             reason += " Its level moved in the same nights: check gain and coupling of the logger first."
-        found = _row(s, own, visit, reason, health, trend, best.get(s, _NONE), loudest.get(s, _NONE))
+        found = _row(
+            s, own, visit, reason, health, trend, best.get(number, _NONE), loudest.get(number, _NONE)
+        )
         share = found.evidence / (found.evidence + budget.limit / 10)
         rows.append(replace(found, leak_score=round(100 * max(found.score or 0.0, share)), repair=repair))
     places = {"evidence": 0, "high from the start": 1, "audit": 2, "": 3}
@@ -1188,11 +1291,13 @@ class _NoiseTexts:
             return
         bels = _bels_of_night(history, last)
         self.few = len(bels) < 3
+        if self.few:
+            return
         everyone = np.array([*bels.values()])
-        for k, s in enumerate(bels if not self.few else ()):
-            # in a small network a sensor moves the median
-            others = np.delete(everyone, k, axis=0) if len(bels) < 20 else everyone
-            self.over[s] = 10 * (everyone[k] - np.median(others, axis=0))
+        middle = np.median(everyone, axis=0)
+        if len(bels) < 20:  # in a small network a sensor moves the median
+            middle = np.array([np.median(np.delete(everyone, k, axis=0), axis=0) for k in range(len(bels))])
+        self.over = dict(zip(bels, 10 * (everyone - middle), strict=True))
 
     def of(self, sensor: str, rises: bool) -> tuple[str, float]:
         "Return the text on a sensor, and the size of its rise in dB if it may have one."
@@ -1232,7 +1337,7 @@ def _row(
         recording=best[0],
         digest=best[1],
         loudest=loudest[0],
-        loudest_db=None if loudest[2] is None else round(loudest[2], 2),
+        loudest_db=loudest[2],
     )
 
 
@@ -1333,23 +1438,24 @@ def reference_of_data_set(path: str | os.PathLike, detector: Detector) -> Refere
 
 
 def _nights(history: History, since: date, until: date) -> pd.DataFrame:
-    "Read sensor and quantities of the usable recordings of some nights, both ends included."
-
-    rows = history.query(
-        "SELECT sensor, rms_db, score, bands FROM recordings WHERE night BETWEEN ? AND ? AND flags = '' AND bands != ''",
-        (since.isoformat(), until.isoformat()),
-    )
-    frame = pd.DataFrame(rows, columns=["sensor", "level", "score", "bands"])
-    bands = np.array([text.split() for text in frame["bands"]], float).reshape(len(rows), -1 if rows else 1)
-    return frame[["sensor"]].assign(
-        **quantities(frame["level"].to_numpy(float), frame["score"].to_numpy(float), bands)
-    )
+    "Read the numbers of the sensors and quantities of the usable recordings of some nights, both ends included."
+    found = []
+    for night in (n for n in history.nights() if since.isoformat() <= n <= until.isoformat()):
+        part = history.night(night)
+        if part["bands"].size:
+            rows = part.is_usable & (part["bands"][:, 0] > -9999)
+            found.append([part[name][rows] for name in ("sensor", "rms_db", "score", "bands")])
+    if not found:
+        return pd.DataFrame({"sensor": [], **quantities(np.empty(0), np.empty(0), np.empty((0, 1)))})
+    sensor, level, score, bands = (np.concatenate(x) for x in zip(*found, strict=True))
+    values = quantities(level.astype(np.float64), score, bands / 10)
+    return pd.DataFrame({"sensor": sensor, **values})
 
 
 def reference_of_history(history: History) -> Reference | None:
     "Measure the first 28 nights of a network; None where they are not over, or have too few recordings yet."
     # single recordings of a wrong clock do not begin the reference
-    rows = history.query("SELECT night, sum(usable) FROM nights GROUP BY night ORDER BY night LIMIT 100")
+    rows = history.query("SELECT name, usable FROM parts WHERE name < 'a' ORDER BY name LIMIT 100")
     counts = {date.fromisoformat(night): n for night, n in rows}
     for first in counts:
         end = first + timedelta(days=REFERENCE_DAYS - 1)
@@ -1449,15 +1555,18 @@ def drift_of(
     low, high = (np.array([reference.ranges[name][k] for name in names]) for k in (0, -1))
     values, medians = recent[names], recent.groupby("sensor")[names].quantile(0.5, interpolation="lower")
     is_far = (medians < low) | (medians > high)
+    sensors = history.sensors()
     return Drift(
         reference,
         len(recent),
         ranges_of(recent.drop(columns="sensor")),
         dict(zip(names, ((values < low) | (values > high)).mean().tolist(), strict=True)),
-        {
-            str(s): tuple(is_far.columns[row])
-            for s, row in zip(is_far.index, is_far.to_numpy(), strict=True)
-            if row.any()
-        },
+        dict(
+            sorted(
+                (sensors[s], tuple(is_far.columns[row]))
+                for s, row in zip(is_far.index, is_far.to_numpy(), strict=True)
+                if row.any()
+            )
+        ),
         has_model=stored_spec(history) is None,
     )

@@ -8,6 +8,7 @@ __all__ = ['SENSORS_CSV', 'SENSORS_JSON', 'VISITS_HTML', 'FORMAT', 'MAX_NAMED', 
 # %% ../../../nbs/extras/nightly/run.ipynb #1e36045d
 import base64
 import csv
+import hashlib
 import io
 import json
 import math
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta
 from functools import cached_property
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,8 @@ class _Files:
     missing: list[bytes]  # that the table does not name
     time_from: str  # as for `nightly`
     # size, mtime, digest and problem, of earlier runs
-    stored: dict[bytes, tuple] = field(default_factory=dict)
+    stored: dict[bytes, list[Any]] = field(default_factory=dict)
+    forgotten: list[tuple[bytes]] = field(default_factory=list)  # of earlier runs, that have left the folder
     to_read: list[bytes] = field(default_factory=list)  # files with a sensor that are not known
     rejected: list[Rejected] = field(default_factory=list)  # unusable, now or earlier, or without a sensor
     paths: dict[str, bytes] = field(default_factory=dict)  # digest of a recording -> its path
@@ -130,13 +133,10 @@ def _sensor_name(name: str) -> str:
     return shown if len(shown) <= 200 else ""
 
 
-def stored_files(history: History, paths: Iterable[bytes]) -> dict[bytes, tuple]:
-    "Return size, mtime, digest and problem of the paths that are known; a history knows many more than a folder holds."
-    return {
-        path: row
-        for path in paths
-        for row in history.query("SELECT size, mtime_ns, digest, problem FROM files WHERE path = ?", (path,))
-    }
+def _keep_files(history: History, files: _Files) -> None:
+    "Store the files that were read, and forget those that have left the folder; their recordings stay."
+    history.write("DELETE FROM files WHERE path = ?", files.forgotten)
+    history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
 
 
 _PASTED = {"{**}/{sensor}/{*}": b"/", "{sensor}_{*}": b"_", "{sensor}": b""}  # patterns without a time
@@ -144,7 +144,9 @@ _PASTED = {"{**}/{sensor}/{*}": b"/", "{sensor}_{*}": b"_", "{sensor}": b""}  # 
 
 def _sort_files(history: History, files: _Files) -> None:
     "Find the files that are not known."
-    files.stored = stored_files(history, files.found)
+    rows = history.query("SELECT path, size, mtime_ns, digest, problem FROM files")
+    files.stored = {path: row for path, *row in rows if path in files.found}
+    files.forgotten = [(path,) for path, *_ in rows if path not in files.found]
     files.is_first = not history.last_night()
     for path, (*state, name) in files.found.items():
         *known, digest, problem = files.stored.get(path, ("", ""))
@@ -251,7 +253,7 @@ def read_new(
         scores = [0.0] * len(scored)
     else:
         scored, measured, rejected, scores = _scored(x, detector, spec, device, progress)
-    known = {text_key(sensor): sensor for sensor in nights.all_sensors(history)}
+    known = {text_key(sensor): sensor for sensor in history.ids()}
     # without a time of the file, names are compared with the present time
     takes_file = files.time_from == "file"
     times = [recording_time(new[s.path][2].start_time, takes_file * new[s.path][1]) for s in scored]
@@ -396,7 +398,7 @@ class NightlyRun:
     def table(self) -> pd.DataFrame:
         "One row per sensor."
 
-        return pd.DataFrame([asdict(r) for r in self.sensors], columns=list(nights.SENSOR_COLUMNS))
+        return pd.DataFrame(map(vars, self.sensors), columns=list(nights.SENSOR_COLUMNS))
 
     @property
     def body(self) -> dict[str, Any]:
@@ -410,7 +412,7 @@ class NightlyRun:
             "warnings": list(self.warnings),
             "visit_results": dict(self.results),
             "drift": None if self.drift is None else self.drift.to_dict(),
-            "sensors": [asdict(r) for r in self.sensors],
+            "sensors": [vars(r).copy() for r in self.sensors],
         }
 
     @property
@@ -431,7 +433,7 @@ class NightlyRun:
             "to_visit": len(self.to_visit),
             "audits": sum(r.visit == "audit" for r in self.sensors),
             "not_healthy": sum(r.health != "ok" for r in self.sensors),
-            "visits": [asdict(r) for r in self.sensors if r.visit],
+            "visits": [vars(r).copy() for r in self.sensors if r.visit],
             "repairs": self.repairs,
             "visit_tables": list(self.visit_tables),
             "site_outlook": self.site_outlook,
@@ -570,6 +572,25 @@ def map_points(
 # %% ../../../nbs/extras/nightly/run.ipynb #2bda3132
 PAGE_BEGINS = "<!doctype html>\n<!-- leakmel nightly 1 -->"
 MAX_CLIPS = 30  # players
+MAX_PAGE_BYTES = 5_000_000
+IN_FULL = 200  # sensors
+_MAX_OTHERS = 2_400_000  # bytes of the others
+_FILTER = """
+const rows = JSON.parse(document.getElementById('rows').textContent), box = document.getElementById('filter');
+function cells(row) {
+  const tr = document.createElement('tr');
+  for (const text of row.split('\\t')) { const td = document.createElement('td'); td.textContent = text; tr.append(td); }
+  return tr;
+}
+function show() {
+  const words = box.value.toLowerCase().split(' '), found = rows.filter(r => words.every(w => r.toLowerCase().includes(w)));
+  document.getElementById('found').replaceChildren(...found.slice(0, 200).map(cells));
+  document.getElementById('count').textContent = found.length.toLocaleString('en') + ' sensors, the first 200 are shown';
+}
+box.addEventListener('input', show);
+show();
+"""
+_FILTER_HASH = base64.b64encode(hashlib.sha256(_FILTER.encode()).digest()).decode()
 _STYLE = """:root { color-scheme: light dark; --fg: #1d2125; --dim: #5d666f; --bg: #ffffff; --card: #f5f6f7; --rule: #d9dde1;
   --hot: #b3261e; --warm: #b26a00; --cool: #1f66b1; --good: #2e7d4f; --line: #1f66b1; }
 @media (prefers-color-scheme: dark) { :root { --fg: #e4e7ea; --dim: #a2abb4; --bg: #15181b; --card: #1f2429; --rule: #3a4149;
@@ -597,7 +618,8 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
   .visits td { display: block; width: auto; text-align: left; border: 0; padding: .15rem 0; } .mel, .visits audio { width: 100%; max-width: 24rem; } }"""
 _TEMPLATE = """
 <html lang='en'><head><meta charset='utf-8'>
-<meta http-equiv='Content-Security-Policy' content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:">
+<meta http-equiv='Content-Security-Policy' content="default-src 'none'; script-src 'sha256-{{ filter_hash }}';
+ style-src 'unsafe-inline'; img-src data:; media-src data:">
 <meta name='viewport' content='width=device-width'><title>Sensors to visit</title><style>{{ style|safe }}</style></head><body>
 {%- set drift, limit = done.drift, done.budget.limit %}
 {%- macro badge(visit) %}{% if visit %}<span class='badge {{ visit.split()[0] }}'>{{ visit }}</span>{% endif %}{% endmacro %}
@@ -627,14 +649,14 @@ are independent and their scores normally distributed; similar nights in a row r
 <p class='facts'>{{ done.site_outlook }}</p>
 {%- endif %}
 {%- if done.repairs %}
-<p class='facts'>Repairs: {% for sensor, text in done.repairs.items() %}{{ sensor }} {{ text }}{{ '; ' if not loop.last }}{% endfor %}</p>
+<p class='facts'>Repairs: {% for sensor, text in (done.repairs.items()|list)[:most] %}{{ sensor }} {{ text }}{{ '; ' if not loop.last }}{% endfor %}</p>
 {%- endif %}
 <p class='facts'>After a visit: <code>leakmel visited {{ quoted(listed[0].sensor if listed else 'SENSOR') }} {{ done.last_night }} OUTCOME --state DIR</code>
 (leak, no_leak, not_found or no_access; the night is the last one before the visit)</p>
 {%- if listed %}
 <div class='scroll'><table class='visits'><thead>
 <tr><th class='n'>rank</th><th>sensor</th><th>why</th><th>evidence over nights</th><th>recording with the highest score</th></tr>
-</thead><tbody>{%- for r in listed %}
+</thead><tbody>{%- for r in listed[:most] %}
 <tr><td class='n'>{{ r.rank }}</td><td><div class='sensor'>{{ r.sensor }}</div>{{ badge(r.visit) }}</td>
 <td class='why'>{{ r.reason }}<div class='facts'>health {{ health(r.health) }};
 {{ how_many(r.nights, 'night') }}{% if r.first_above %}<br>above the limit since {{ r.first_above }}{% endif %}</div></td>
@@ -667,7 +689,7 @@ are independent and their scores normally distributed; similar nights in a row r
 <p class='facts'>Red: evidence; orange: high from the start; blue ring: audit; grey: not on the list.{% if n_lost %}
 {{ how_many(n_lost, 'sensor') }} without valid coordinates not drawn.{% endif %}</p>
 {%- endif %}
-<h2>All sensors</h2>
+<h2>{{ 'First' if others else 'All' }} sensors</h2>
 <div class='scroll'><table><thead><tr><th class='n'>rank</th><th>sensor</th><th>visit</th><th>health</th><th class='n'>evidence</th><th class='n'>rise</th>
 <th class='n'>leak score</th><th class='n'>score</th><th class='n'>level, dB</th><th class='n'>nights</th><th>last night</th></tr>
 </thead><tbody>{%- for r in done.sensors[:most] %}
@@ -677,8 +699,15 @@ are independent and their scores normally distributed; similar nights in a row r
 <td class='n'>{{ r.leak_score }}</td><td class='n'>{{ '' if r.score is none else '{:.2f}'.format(r.score) }}</td>
 <td class='n'>{{ '' if r.loudest_db is none else '{:.0f}'.format(r.loudest_db) }}</td><td class='n'>{{ r.nights }}</td><td>{{ r.last_night }}</td></tr>
 {%- endfor %}</tbody></table></div>
-{%- if done.sensors|length > most %}
-<p class='facts'>The first {{ whole(most) }} of {{ whole(done.sensors|length) }} sensors; sensors.csv has all.</p>
+{%- if others %}
+<h2>Other sensors</h2>
+<p class='facts'><input id='filter' type='search' placeholder='sensor, health, night' aria-label='filter'> <span id='count'></span>; sensors.csv has all of the
+{{ whole(done.sensors|length) }} sensors
+{%- if others|length < done.sensors|length - most %}, this page the first {{ whole(others|length + most) }}{% endif %}.</p>
+<div class='scroll'><table><thead>
+<tr><th>sensor</th><th>visit</th><th>health</th><th>evidence</th><th>leak score</th><th>nights</th><th>last night</th></tr>
+</thead><tbody id='found'></tbody></table></div>
+<script type='application/json' id='rows'>{{ rows|safe }}</script><script>{{ filter|safe }}</script>
 {%- endif %}
 <h2>Drift</h2>
 {%- if not drift %}
@@ -701,6 +730,17 @@ are independent and their scores normally distributed; similar nights in a row r
 """
 
 # %% ../../../nbs/extras/nightly/run.ipynb #d3589f48
+def other_rows(sensors: Sequence[nights.SensorRow], last: str) -> list[str]:
+    "Return sensors as lines of cells for the table that filters, as many as the page has room for."
+    lines = [
+        f"{r.sensor}\t{r.visit}\t{'' if r.health == 'ok' else r.health}\t{r.evidence:.3g}\t{r.leak_score}\t{r.nights}"
+        f"\t{'' if r.last_night == last else r.last_night}"
+        for r in sensors
+    ]
+    sizes = np.cumsum([len(json.dumps(line)) + 1 for line in lines])
+    return lines[: int(np.searchsorted(sizes, _MAX_OTHERS))]
+
+
 def visits_page(
     done: "NightlyRun",
     clips: Mapping[str, Any],  # digest of a recording -> its player
@@ -708,6 +748,7 @@ def visits_page(
 ) -> str:
     "Return the HTML page of a nightly run, with players by digest of recordings and places by sensor."
     listed = [r for r in done.sensors if r.visit]
+    others = other_rows(done.sensors[IN_FULL:], done.last_night)
     return filled(
         PAGE_BEGINS + _TEMPLATE,
         evidence_points=evidence_points,
@@ -722,7 +763,12 @@ def visits_page(
         clips=clips,
         map=map_points(places, {r.sensor: r.visit for r in listed}) if places else None,
         n_lost=len({r.sensor for r in done.sensors} - places.keys()),
-        most=2000,
+        most=IN_FULL,
+        others=others,
+        # no element ends within a name
+        rows=json.dumps(others, separators=(",", ":")).replace("<", "\\u003c"),
+        filter=_FILTER,
+        filter_hash=_FILTER_HASH,
         most_outside=40,
     )
 
@@ -835,7 +881,10 @@ def _clips(done: NightlyRun, paths: dict[str, bytes], spec: MelSpec) -> dict[str
         return {}
     with open_engine("auto", spec, device="cpu") as engine, Folder(done.folder) as folder:
         read = ((d, nights.read_features(folder, engine, spec, paths[d], d)) for d in chosen)
-        return {d: clip_of(*x, spec.sample_rate, spec.long_hop) for d, x in read if x is not None}
+        made = {d: clip_of(*x, spec.sample_rate, spec.long_hop) for d, x in read if x is not None}
+    sizes = np.cumsum([sum(map(len, clip.values())) for clip in made.values()])
+    left = MAX_PAGE_BYTES - 1_000_000 - min(_MAX_OTHERS, 30 * len(done.sensors))
+    return dict(islice(made.items(), int(np.searchsorted(sizes, left))))
 
 
 def _places(rows: Sequence[nights.SensorRow], manifest: Manifest | None) -> dict[str, Place]:
@@ -920,9 +969,7 @@ def _refuse_other_model(history: History, digest: str, named: str) -> None:
     )
 
 # %% ../../../nbs/extras/nightly/run.ipynb #79f71ba1
-# evidence of the last nights of a sensor
-_CURVE = "SELECT (r0 + r1 + r2) / 3 FROM nights WHERE sensor = ? ORDER BY night DESC LIMIT 31"
-_USABLE = "SELECT count(*) FROM nights WHERE usable > 0"
+_USABLE = "SELECT coalesce(sum(sensors), 0) FROM parts"  # sensor-nights
 
 
 def nightly(
@@ -977,7 +1024,7 @@ def nightly(
         added = nights.record_run(
             history, files.entries, rule, nights.last_visits(used) if tables else None, nights.repaired(used)
         )
-        history.write("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", files.rows)
+        _keep_files(history, files)
         nights.keep_reference(history, detector, reference)
         history.commit()
         labelled = [*labelled_recordings(history, used)]
@@ -1000,7 +1047,7 @@ def nightly(
             notes=(*_notes(files, pattern), *notes),
             visit_tables=tuple(map(show_path, tables)),
             is_first=files.is_first,
-            site_outlook=site_outlook(history, labelled),
+            site_outlook=site_outlook(labelled),
         )
         places = _places(rows, manifest)
         visited_on = {sensor: nights_of[-1] for sensor, nights_of in nights.stored_visits(history).items()}
@@ -1017,7 +1064,10 @@ def _tables(own: Path, visited: str | os.PathLike | None) -> list[Path]:
 
 
 def _curves(history: History, rows: Iterable[nights.SensorRow]) -> dict[str, list[float]]:
-    return {r.sensor: [x for (x,) in history.query(_CURVE, (r.sensor,))][::-1] for r in rows if r.visit}
+    "Return the evidence of the last nights of the sensors to visit."
+    state = nights.SensorStates(history)
+    curves = {r.sensor: state["curve"][state.ids[r.sensor]] for r in rows if r.visit}
+    return {sensor: curve[curve >= 0].tolist() for sensor, curve in curves.items()}
 
 
 def _counts(files: _Files, n_added: int) -> RunCounts:
@@ -1060,9 +1110,7 @@ def _sort_visits(
     last = max([history.last_night() or _FIRST_DAY, *(e.night for e in entries)])
     # recordings may arrive after a visit
     latest = (datetime.fromisoformat(last) + timedelta(days=7)).isoformat()
-    known = {
-        text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *nights.all_sensors(history))
-    }
+    known = {text_key(sensor): sensor for sensor in (*(e.sensor for e in entries), *history.ids())}
     used = [replace(v, sensor=known[v.sensor]) for v in visits if v.sensor in known and v.night <= latest]
     others = sorted((v.sensor, v.night) for v in visits if v.sensor not in known or v.night > latest)
     ignored = (
@@ -1086,7 +1134,7 @@ def _named(visits: Sequence[tuple[str, str]]) -> str:
     return ", ".join(f"{show_path(sensor)} ({night})" for sensor, night in visits[:5])
 
 # %% ../../../nbs/extras/nightly/run.ipynb #vi0000b2
-_Labelled = tuple[nights.Visit, str, str, str]  # path, digest and night of a recording that a visit labels
+_Labelled = tuple[nights.Visit, HistoryEntry]  # a visit, and a recording that it labels
 
 
 def labelled_recordings(history: History, visits: Sequence[nights.Visit]) -> Iterator[_Labelled]:
@@ -1098,7 +1146,7 @@ def labelled_recordings(history: History, visits: Sequence[nights.Visit]) -> Ite
         after = before.get(v.sensor, "")
         before[v.sensor] = v.night
         if v.outcome in ("leak", "no_leak"):
-            yield from ((v, *found) for found in nights.recordings_of_visit(history, v, after))
+            yield from ((v, found) for found in nights.recordings_of_visit(history, v, after))
 
 
 def visit_labels(labelled: Iterable[_Labelled], detector: Detector | None) -> str:
@@ -1113,24 +1161,23 @@ def visit_labels(labelled: Iterable[_Labelled], detector: Detector | None) -> st
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(LABELS_COLUMNS)
-    for v, path, digest, night in labelled:
+    for v, h in labelled:
         if v.outcome in label_of:
             when = v.when or f"{v.night}T12:00:00Z"
-            note = f"visit after {v.night}, night {night}"
-            writer.writerow((path, digest, label_of[v.outcome], v.by or "visit", when, note))
+            note = f"visit after {v.night}, night {h.night}"
+            writer.writerow((h.path, h.digest, label_of[v.outcome], v.by or "visit", when, note))
     return text.getvalue()
 
 
 _MIN_VISITED = 5  # sensors of each label
 
 
-def site_outlook(history: History, labelled: Iterable[_Labelled]) -> str:
+def site_outlook(labelled: Iterable[_Labelled]) -> str:
     """Say what a detector of this site would give on sensors that it has not seen, by the labels of visits so far; empty without labels.
 
     A logistic regression on the levels that the history stores, out-of-fold by sensor.
     """
-    sql = "SELECT score, floor_db, bands FROM recordings WHERE digest = ? AND bands != ''"
-    found = [(v, row) for v, _, digest, _ in labelled for row in history.query(sql, (digest,))]
+    found = [(v, h) for v, h in labelled if h.bands]
     truth = np.array([v.outcome == "leak" for v, _ in found], bool)
     sensors = np.array([v.sensor for v, _ in found], str)
     n_leak, n_other = (len({*sensors[own]}) for own in (truth, ~truth))
@@ -1142,7 +1189,7 @@ def site_outlook(history: History, labelled: Iterable[_Labelled]) -> str:
     from leakmel.detector.model.spectral import fold_baselines
     from leakmel.detector.train.folds import make_folds
 
-    levels = np.array([[floor, *map(float, bands.split())] for _, (_, floor, bands) in found])
+    levels = np.array([[h.floor_db, *map(float, h.bands.split())] for _, h in found])
     groups = encode_groups("sensor", sensors)
     fold = make_folds(truth.astype(int), groups.code, 5)
     score = np.empty(len(truth))
@@ -1150,7 +1197,7 @@ def site_outlook(history: History, labelled: Iterable[_Labelled]) -> str:
         given = (np.flatnonzero(fold != k), np.flatnonzero(fold == k))
         score[fold == k] = fold_baselines({"mean_mels": levels}, truth, *given)["mean_mels"]
     boot = Bootstrap(truth, groups)
-    of_list = np.array([row[0] for _, row in found])
+    of_list = np.array([h.score for _, h in found])
     own, listed = (score_model(boot, x, name="", title="") for x in (score, of_list))
     auc = f"{own.figures['auc']:.2f}{own.intervals['auc'].in_brackets('.2f')}"
     return (
