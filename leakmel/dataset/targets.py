@@ -135,7 +135,8 @@ class Ring:
 
 def _early_rows(run: BuildContext, job: Job) -> set[int]:
     "Return the candidates that the check of the complete file will want if none is rejected, whatever their levels are."
-    check, has_waveforms = run.request.check, job.waveform_digests is not None
+    check = run.request.check
+    has_waveforms = job.waveform_digests is not None
     if not check or run.manifest.part_of or job.folder.is_remote or has_waveforms:
         return set()
     return {*pick_rows(len(job.listing), check, job.listing.label_ids, np.zeros(1)).tolist()}

@@ -713,7 +713,8 @@ def check_early(
 ) -> EarlyCheck | None:  # None: they cannot be compared, as the check of the complete file reports
     "Compare a row with its recording; raises MachineError."
     with suppress(OSError, errors.RecordingError):
-        stamp, source = _stamp(path), read_source(path, spec)
+        stamp = _stamp(path)
+        source = read_source(path, spec)
         if source.refused is None:
             (verdict,) = compare_each(row, expected_bounds([source], spec))
             return EarlyCheck(stamp, digest, replace(source, samples=None), verdict)
@@ -750,7 +751,8 @@ def _compare_rows(
     step = int(np.clip(_SAMPLE_BYTES // (8 * spec.n_samples), usable_cores(), 64))
     with ThreadPoolExecutor(usable_cores()) as pool:
         for start in range(0, len(picked), step):
-            some, found = list[_Checked](), _Verdicts()
+            some = list[_Checked]()
+            found = _Verdicts()
             with folder.local(paths[start : start + step]) as files:
                 for i, row in enumerate(picked[start : start + step].tolist(), start):
                     name = f"row {row} ({errors.show_path(paths[i])})"

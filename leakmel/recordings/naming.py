@@ -270,10 +270,12 @@ _Step = tuple[str, str, str, Any, bool, bool]
 
 
 # the beginnings of all dates, and of all times of day behind them or joined with them; other texts may begin so too
-_MONTH, _DAY = "(?:0[1-9]|1[0-2])", "(?:0[1-9]|[12][0-9]|3[01])"
+_MONTH = "(?:0[1-9]|1[0-2])"
+_DAY = "(?:0[1-9]|[12][0-9]|3[01])"
 _DATE_FORM = rf"\s*(?:[0-9]{{4}}[-_.]?{_MONTH}[-_.]?{_DAY}|[0-9]{{1,2}}\.[0-9]{{1,2}}\.[0-9]{{4}})"
 _TIME_FORM = rf"(?:{_DATE_FORM}[-_T $]?[0-9]{{2}}|\s*[0-9]{{2}}{_MONTH}{_DAY}[0-9]{{6}})[^/]*?"
-_SHORT_PATH, _FEW_FIELDS = 255, 5  # for which an expression cannot take long
+_SHORT_PATH = 255
+_FEW_FIELDS = 5
 
 
 @functools.lru_cache(256)
@@ -282,7 +284,8 @@ def _expressions(pattern: str) -> list[tuple[re.Pattern, dict[str, tuple[int, Ca
 
     Where the first one that matches a path has valid values, no other match begins with shorter fields.
     """
-    tokens, found = pattern_tokens(pattern), []
+    tokens = pattern_tokens(pattern)
+    found = []
     if sum(kind != "text" for kind, _ in tokens) > _FEW_FIELDS:
         return []
     for form, when in ((_TIME_FORM, clock_time), (_DATE_FORM + r"\s*?", whole_time)):

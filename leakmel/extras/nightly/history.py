@@ -207,8 +207,10 @@ class Night(Columns):
         if np.array_equal(group, np.arange(len(self.ids))):
             return values
         counts = np.bincount(group, minlength=len(self.ids))
-        has, first = counts > 0, np.cumsum(counts) - counts
-        low, high = (first + (counts - 1) // 2)[has], (first + counts // 2)[has]
+        has = counts > 0
+        first = np.cumsum(counts) - counts
+        low = (first + (counts - 1) // 2)[has]
+        high = (first + counts // 2)[has]
         found = np.full((len(self.ids), *values.shape[1:]), np.nan)
         width = int(np.prod(values.shape[1:]))
         for x, to in zip(values.reshape(-1, width).T, found.reshape(-1, width).T, strict=True):
@@ -534,7 +536,8 @@ class History:
 
     def entries(self, night: str, rows: np.ndarray | slice = slice(None)) -> list[HistoryEntry]:
         "Return recordings of a night."
-        part, names = self.night(night), self.sensors()
+        part = self.night(night)
+        names = self.sensors()
         texts = [np.array(part.texts(name), object)[rows] for name in _TEXTS]
         numbers = ("digest", "sensor", "score", "rms_db", "floor_db", "clipped_share", "flags", "bands")
         columns = [part[name][rows].tolist() for name in numbers]

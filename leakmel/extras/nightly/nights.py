@@ -701,7 +701,8 @@ def stored_spec(history: History) -> MelSpec | None:
 
 def _bels_of_night(history: History, night: str) -> dict[str, np.ndarray]:
     "Return the steady levels [V] of each sensor that has a usable recording in a night, in bels."
-    part, names = history.night(night), history.sensors()
+    part = history.night(night)
+    names = history.sensors()
     usable = np.flatnonzero(np.isfinite(part.score))
     return dict(zip((names[k] for k in part.ids[usable].tolist()), part.bels[usable], strict=True))
 
@@ -888,7 +889,8 @@ def _record_nights(
         here = np.flatnonzero((k >= 0) & (days[k] <= day))
         k = k[here]
         new = np.isfinite(part.score[here]) & (day > restarted[k])
-        x, values = np.full(len(own), np.nan), np.full((len(own), n_values), np.nan)
+        x = np.full(len(own), np.nan)
+        values = np.full((len(own), n_values), np.nan)
         x[k[new]] = night_logit(part.score[here[new]])
         values[k[new]] = _compared(part, here[new], spec is not None)
         for j in k[new & is_repaired[k] & (evidence.n[k] == 0)].tolist():
@@ -1210,14 +1212,17 @@ class _RecentNights:
     def of(self, sensor: int) -> list[tuple]:
         "Return its nights: night, level, noise floor, flags, usable nights, score, first night above the limit, evidence."
         here = np.flatnonzero(self.flags[sensor] < 255)
-        nights, flags = [self.nights[k] for k in here.tolist()], self.flags[sensor, here]
+        nights = [self.nights[k] for k in here.tolist()]
+        flags = self.flags[sensor, here]
         values = self.values[:, sensor, here]
         if not nights:
             nights = [date.fromordinal(int(self.state["last"][sensor])).isoformat()]
             part = self.history.night(nights[0])
             at = part.ids == sensor
-            flags, values = part.flags[at], np.array([x[at] for x in self._values_of(part)])
-        n, first = float(self.state["n"][sensor]), int(self.state["first_above"][sensor])
+            flags = part.flags[at]
+            values = np.array([x[at] for x in self._values_of(part)])
+        n = float(self.state["n"][sensor])
+        first = int(self.state["first_above"][sensor])
         above = date.fromordinal(first).isoformat() if first else None
         known = [None if x != x else x for x in values[2].tolist()]
         columns = (nights, *values[:2].tolist(), [FLAG_TEXTS[bits] for bits in flags.tolist()])
