@@ -397,6 +397,7 @@ def match_pattern(pattern: str, path: str) -> dict[str, str] | None:
 # %% ../../nbs/recordings/naming.ipynb #90e55001
 # a last {*} in braces is a time of day; the time then has the date only
 _GUESSES = (
+    "{**}/{sensor}~{recording}~{start_time}~{gain}",  # as `parse_name`: a table does not read names by itself
     *(f"{{**}}/{{sensor}}{mark}{{start_time}}" for mark in "_- ."),
     "{**}/{sensor}/{start_time}/{*}",
     "{**}/{sensor}/{start_time}",
