@@ -21,8 +21,9 @@ from pipe_world import RATE, Case, Section, make_case, make_night
 from scipy.signal import resample_poly
 from scipy.stats import binom
 
+from leakmel.extras.locate import pairs as pairs_of
 from leakmel.extras.locate import sections
-from leakmel.extras.locate.pairs import EVENTS_FILE, STATE_FILE, read_pairs, section_of
+from leakmel.extras.locate.pairs import EVENTS_FILE, STATE_FILE, NightRow, read_pairs, repeat_of, section_of
 
 CLOCK_S = 0.5e-3
 KEYS = ["a", "b", "length_m", "position_m", "low_m", "high_m", "verdict", "n_nights", "event"]
@@ -191,6 +192,51 @@ def test_quiet_nights_are_no_event(tmp_path: Path) -> None:
     assert not any(row.event for row in done.pairs)
 
 
+def test_a_new_leak_is_not_hidden_by_one_that_was_repaired() -> None:
+    def nights(n: int, delay_s: float | None) -> list[NightRow]:
+        return [
+            NightRow("", "none" if delay_s is None else "found", delay_s or 0.0, 1e-4, 300.0, 0.0, b"")
+        ] * n
+
+    old = nights(6, 0.02)
+    new = nights(5, -0.03)
+    assert repeat_of([*old, *nights(30, None)], 0.1, CLOCK_S) is None
+    for quiet in (3, 12, 30):
+        found: Any = repeat_of([*old, *nights(quiet, None), *new], 0.1, CLOCK_S)
+        assert (found.k, found.n) == (5, min(30, 11 + quiet))
+        assert found.delay_s == pytest.approx(-0.03)
+    # one night elsewhere is no new leak
+    one: Any = repeat_of([*old, *new[:1]], 0.1, CLOCK_S)
+    assert (one.k, one.delay_s) == (6, pytest.approx(0.02))
+
+
+def test_other_pipes_or_recordings_are_correlated_again(tmp_path: Path) -> None:
+    recordings, table = line_of(tmp_path, 1.0, 2)
+    right = table.read_text()
+    table.write_text(right.replace(",60,", ",6,"))
+    assert correlate(recordings, table).n_added == 6
+    table.write_text(right)
+    mended = correlate(recordings, table)
+    assert mended.n_added == 2
+    fresh = lm.correlate_pairs(recordings, table, tmp_path / "fresh", progress="none")
+    assert mended.pairs == fresh.pairs
+    # another folder of loggers of these names, and a recording that fits better
+    section = Section("pvc", 150, 9, 100, PVC.speed_m_s, PVC.speed_m_s, 16.0)
+    for night in range(2):
+        write_night(tmp_path / "other", night, make_night(50 + night, section, PLACES, 20.0))
+    other = correlate(tmp_path / "other", table)
+    assert other.n_added == 6
+    assert other.pairs[0].position_m == pytest.approx(20, abs=2)
+    early = tmp_path / "other" / "LOG1004~0~20251110_020000~8.wav"
+    early.rename(early.with_name("LOG1004~0~20251110_020003~8.wav"))
+    assert correlate(tmp_path / "other", table).n_added == 1
+    # nights of another table whose recordings are gone
+    table.write_text(right.replace(",60,", ",61,"))
+    for path in (tmp_path / "other").glob("LOG1001*"):
+        path.unlink()
+    assert pairs_of._OTHER_PIPES in correlate(tmp_path / "other", table).problems
+
+
 def test_a_night_is_correlated_once_and_a_run_goes_on(tmp_path: Path) -> None:
     recordings, table = line_of(tmp_path, 1.0, 2)
     first = correlate(recordings, table)
@@ -279,6 +325,48 @@ def test_states_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(lm.LeakmelError) as error:
         lm.correlate_pairs(recordings, table, recordings / "state", progress="none")
     assert [*codes, error.value.code] == ["invalid-history", "wrong-value", "wrong-value", "output-in-source"]
+
+
+@each(
+    "change",
+    [
+        "UPDATE nights SET centre_hz = -1.0",
+        "UPDATE nights SET error_s = 0.0, verdict = 'found'",
+        "UPDATE nights SET delay_s = 9e999",
+        "UPDATE nights SET verdict = 'all is well'",
+        "CREATE TRIGGER nights AFTER INSERT ON nights BEGIN DELETE FROM nights; END",
+        "CREATE TABLE speeds (a)",
+        "PRAGMA user_version = 2",
+        "PRAGMA application_id = 1",
+    ],
+)
+def test_states_of_others_are_refused(tmp_path: Path, change: str) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    with pairs_of._state(state) as db:
+        row = ("A", "B", "2025-11-09", "0" * 32, "0" * 32, "none", 0.0, 0.0, 100.0, 0.0, bytes(129))
+        db.execute(f"INSERT INTO nights VALUES ({', '.join('?' * 11)})", row)
+    other = sqlite3.connect(state / STATE_FILE)
+    with other:
+        other.execute("PRAGMA ignore_check_constraints = ON")
+        other.execute(change)
+    other.close()
+    with pytest.raises(lm.LeakmelError) as error, pairs_of._state(state):
+        pass
+    assert error.value.code == "invalid-history"
+
+
+def test_a_state_whose_creation_was_stopped_is_new(tmp_path: Path) -> None:
+    db = sqlite3.connect(tmp_path / STATE_FILE, isolation_level=None)
+    db.execute("BEGIN IMMEDIATE")
+    db.execute(pairs_of._SCHEMA)
+    db.close()  # before its end
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / STATE_FILE).touch()
+    for folder in (tmp_path, tmp_path / "empty"):
+        for _ in range(2):
+            with pairs_of._state(folder) as db:
+                assert db.execute("SELECT count(*) FROM nights").fetchone() == (0,)
 
 
 def test_command_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

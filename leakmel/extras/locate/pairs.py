@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from scipy import signal, sparse, special
 
 from leakmel.core.errors import (
@@ -50,8 +51,19 @@ METAL_M_S = 800.0  # a pipe in which the wave is faster is not of plastic
 _SIZE = ("material", "diameter_mm", "wall_mm")
 
 
-# names of two loggers, and the `Route` from a to b
-Pair = namedtuple("Pair", "a b route")
+# names of two loggers, the `Route` from a to b, and the digest of what their delays depend on
+Pair = namedtuple("Pair", "a b route digest", defaults=("",))
+
+
+def digest_of(*values: Any) -> str:
+    "Return the digest of plain values, 32 hexadecimal digits."
+    return xxhash.xxh3_128_hexdigest(ascii(values).encode())
+
+
+def _with_digest(pair: Pair, clock_error_s: float) -> Pair:
+    "Return a pair with the digest of its sections and the error of the clocks."
+    parts = [(s.length_m, s.loss, s.pipe, s.speeds_m_s.round(3).tolist()) for s in pair.route.sections]
+    return pair._replace(digest=digest_of(parts, clock_error_s))
 
 
 def section_of(length_m: float, speed: float | WaveSpeed) -> Section:
@@ -104,13 +116,15 @@ def read_pairs(file: str | os.PathLike) -> list[Pair]:
     return [Pair(a, b, Route(tuple(parts))) for (a, b), parts in found.items()]
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100006
-# start of a recording, and its path
-_Timed = tuple[datetime, str]
+# start of a recording, its path, and its size in bytes and time of change in ns
+Timed = namedtuple("Timed", "start path version")
+# recordings of loggers a and b, and by how much b starts later, s
+Taken = namedtuple("Taken", "a b offset_s")
 
 
 def recordings_of_nights(
     folder: str | os.PathLike, manifest: Manifest | None = None, progress: str = "auto"
-) -> tuple[Path, dict[str, dict[str, list[_Timed]]]]:
+) -> tuple[Path, dict[str, dict[str, list[Timed]]]]:
     "Return the folder, and night -> sensor -> its recordings with a time. Raises DataError."
     listed = find_recordings(folder, manifest=manifest, progress=progress)
     if manifest is None and not any(name.sensor for name in listed.names):
@@ -118,14 +132,15 @@ def recordings_of_nights(
         if pattern:
             manifest = scan(folder, pattern=pattern, with_labels=False, progress=progress)
             listed = find_recordings(folder, manifest=manifest, progress=progress)
-    found: dict[str, dict[str, list[_Timed]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str, list[Timed]]] = defaultdict(lambda: defaultdict(list))
     root = Path(listed.listing.folder)
-    for path, name in zip(listed.listing.paths, listed.names, strict=True):
+    versions = zip(listed.listing.sizes.tolist(), listed.listing.mtimes_ns.tolist(), strict=True)
+    for path, name, version in zip(listed.listing.paths, listed.names, versions, strict=True):
         if name.sensor and name.start_time:
-            when = datetime.fromisoformat(name.start_time).replace(tzinfo=None)
-            # a night is from noon to noon, named by the day on which it begins
-            night = (when - timedelta(hours=12)).date().isoformat()
-            found[night][text_key(name.sensor)].append((when, os.fsdecode(path)))
+            when = datetime.fromisoformat(name.start_time)
+            # a night is from noon to noon of local time, named by the day on which it begins
+            night = (when.replace(tzinfo=None) - timedelta(hours=12)).date().isoformat()
+            found[night][text_key(name.sensor)].append(Timed(when, os.fsdecode(path), version))
     if not found:
         raise DataError(
             "no recording of the folder has a sensor and a start time",
@@ -136,11 +151,18 @@ def recordings_of_nights(
     return root, found
 
 
-def _together(a: Iterable[_Timed], b: Sequence[_Timed]) -> tuple[str, str, float]:
-    "Return the two recordings whose starts differ least, and by how much b starts later, s."
-    pairs = ((abs((y - x).total_seconds()), x, p, (y - x).total_seconds(), q) for x, p in a for y, q in b)
-    *_, first, offset_s, second = min(pairs)
-    return first, second, offset_s
+def _taken(a: Timed, b: Timed) -> Taken:
+    "Return two recordings with their offset: in UTC if both times have a zone, else in local time."
+    starts = [a.start, b.start]
+    if None in (x.utcoffset() for x in starts):
+        starts = [x.replace(tzinfo=None) for x in starts]
+    return Taken(a, b, (starts[1] - starts[0]).total_seconds())
+
+
+def together(a: Iterable[Timed], b: Sequence[Timed]) -> Taken:
+    "Return the two recordings whose starts differ least."
+    found = (_taken(x, y) for x in a for y in b)
+    return min(found, key=lambda taken: (abs(taken.offset_s), taken.a.path, taken.b.path))
 
 
 class _Reader:
@@ -167,8 +189,10 @@ class _Reader:
             samples = signal.resample_poly(samples, rate // divisor, own // divisor)
         return sections.recording_spectra(samples[round(skip_s * rate) :], rate, n)
 
-    def delay(self, pair: Pair, a: str, b: str, offset_s: float, clock_error_s: float) -> sections.PairDelay:
-        "Correlate two recordings, of which b starts later by an offset; raises LeakmelError."
+    def delay(self, pair: Pair, taken: Taken, clock_error_s: float) -> sections.PairDelay:
+        "Correlate two recordings; raises LeakmelError."
+        a, b = (recording.path for recording in taken[:2])
+        offset_s = taken.offset_s
         x, first = self.samples(a)
         y, second = self.samples(b)
         rate = min(first, second)
@@ -184,15 +208,51 @@ class _Reader:
 STATE_FILE = "pairs.sqlite"
 EVENTS_FILE = "events.geojson"
 _APPLICATION_ID = 0x6C6D7031  # "lmp1"
-_SCHEMA = (
-    "CREATE TABLE nights (a TEXT, b TEXT, night TEXT, verdict TEXT NOT NULL, delay_s REAL NOT NULL, error_s REAL NOT NULL, "
-    "centre_hz REAL NOT NULL, drift REAL NOT NULL, curve BLOB NOT NULL, PRIMARY KEY (a, b, night)) STRICT, WITHOUT ROWID",
-    "CREATE TABLE speeds (line TEXT, pipe TEXT, n_pairs INTEGER NOT NULL, quantiles_m_s TEXT NOT NULL, PRIMARY KEY (line, pipe)) STRICT",
-    f"PRAGMA application_id = {_APPLICATION_ID}",
-)
+_VERSION = 1
+LONGEST_NAME = 200  # characters of a logger
+# pipes: digest of a pair; recordings: digest of both recordings and their offset
+_SCHEMA = f"""CREATE TABLE nights (
+    a TEXT NOT NULL CHECK (length(a) BETWEEN 1 AND {LONGEST_NAME}),
+    b TEXT NOT NULL CHECK (length(b) BETWEEN 1 AND {LONGEST_NAME}),
+    night TEXT NOT NULL CHECK (night GLOB '[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]'),
+    pipes TEXT NOT NULL CHECK (length(pipes) = 32),
+    recordings TEXT NOT NULL CHECK (length(recordings) = 32),
+    verdict TEXT NOT NULL CHECK (verdict IN ('found', 'none', 'hum', 'same-recording', 'clock')),
+    delay_s REAL NOT NULL CHECK (abs(delay_s) < 1e6),
+    error_s REAL NOT NULL CHECK (error_s BETWEEN 0 AND 1e6 AND (error_s > 0 OR verdict <> 'found')),
+    centre_hz REAL NOT NULL CHECK (centre_hz BETWEEN 1 AND 1e6),
+    drift REAL NOT NULL CHECK (abs(drift) < 1e6),
+    curve BLOB NOT NULL CHECK (length(curve) = 129),
+    PRIMARY KEY (a, b, night)
+) STRICT, WITHOUT ROWID"""
 _COMMIT = 256  # pairs between two writes to the disk
 # of the table of nights, without the pair
 NightRow = namedtuple("NightRow", "night verdict delay_s error_s centre_hz drift curve")
+
+
+def _prepare(db: sqlite3.Connection) -> None:
+    "Write the schema of a new state; check one that exists. Raises sqlite3.Error."
+    db.execute("PRAGMA trusted_schema = OFF")
+    db.execute("PRAGMA cell_size_check = ON")
+    sql = "SELECT application_id, user_version FROM pragma_application_id, pragma_user_version"
+    numbers = db.execute(sql).fetchone()
+    stored = db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 9").fetchall()
+    if not stored and not any(numbers):
+        # a run that is killed here leaves an empty file
+        for sql in (
+            "BEGIN IMMEDIATE",
+            _SCHEMA,
+            f"PRAGMA application_id = {_APPLICATION_ID}",
+            f"PRAGMA user_version = {_VERSION}",
+            "COMMIT",
+        ):
+            db.execute(sql)
+    elif numbers != (_APPLICATION_ID, _VERSION) or stored != [(_SCHEMA,)]:
+        raise sqlite3.DatabaseError("it is not a state of this version")
+    # also types and conditions of the columns
+    (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+    if verdict != "ok":
+        raise sqlite3.DatabaseError(verdict)
 
 
 @contextmanager
@@ -203,14 +263,9 @@ def _state(folder: Path) -> Iterator[sqlite3.Connection]:
         folder.mkdir(parents=True, exist_ok=True)
     try:
         with OutputLock(path), closing(sqlite3.connect(path, isolation_level=None)) as db:
-            db.execute("PRAGMA trusted_schema = OFF")
-            if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                for sql in _SCHEMA:
-                    db.execute(sql)
-            if db.execute("PRAGMA application_id").fetchone() != (_APPLICATION_ID,):
-                raise sqlite3.DatabaseError("another program wrote it")
+            _prepare(db)
             yield db
-    except sqlite3.Error as e:
+    except (sqlite3.Error, UnicodeDecodeError) as e:
         raise DataError(
             "the state of the pairs cannot be used",
             code="invalid-history",
@@ -221,49 +276,58 @@ def _state(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 def nights_of(db: sqlite3.Connection, pair: Pair) -> list[NightRow]:
-    "Return the nights of a pair, the earliest first."
-    sql = f"SELECT {', '.join(NightRow._fields)} FROM nights WHERE a = ? AND b = ? ORDER BY night"
-    return [NightRow(*row) for row in db.execute(sql, (pair.a, pair.b))]
+    "Return the nights of a pair that were correlated with its pipes, the earliest first."
+    sql = (
+        f"SELECT {', '.join(NightRow._fields)} FROM nights WHERE a = ? AND b = ? AND pipes = ? ORDER BY night"
+    )
+    return [NightRow(*row) for row in db.execute(sql, (pair.a, pair.b, pair.digest))]
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100009
 def _add_nights(
     db: sqlite3.Connection,
     pairs: Sequence[Pair],
     reader: _Reader,
-    nights: Mapping[str, Mapping[str, Sequence[_Timed]]],
+    nights: Mapping[str, Mapping[str, Sequence[Timed]]],
     clock_error_s: float,
     bar: Progress,
 ) -> tuple[int, Counter[str]]:
-    "Correlate the pairs of all nights that are not stored; return how many, and what was wrong with how many pairs."
+    "Correlate the pairs of all nights that are not stored with these pipes and recordings; return how many, and what was wrong with how many pairs."
     problems: Counter[str] = Counter()
     n_added = 0
 
-    def correlated(job: tuple[Pair, tuple[str, str, float]]) -> sections.PairDelay | LeakmelError:
-        pair, (a, b, offset_s) = job
+    def correlated(job: tuple[Pair, Taken, str]) -> sections.PairDelay | LeakmelError:
+        pair, taken, _ = job
         try:
-            return reader.delay(pair, a, b, offset_s, clock_error_s)
+            return reader.delay(pair, taken, clock_error_s)
         except LeakmelError as e:
             return e
 
     with ThreadPoolExecutor(usable_cores()) as pool:
         for night in sorted(nights):
-            known = {*db.execute("SELECT a, b FROM nights WHERE night = ?", (night,))}
-            jobs = [
-                (pair, _together(nights[night][pair.a], nights[night][pair.b]))
-                for pair in pairs
-                if (pair.a, pair.b) not in known and {pair.a, pair.b} <= nights[night].keys()
-            ]
+            known = {*db.execute("SELECT a, b, pipes, recordings FROM nights WHERE night = ?", (night,))}
+            jobs = []
+            for pair in pairs:
+                if not {pair.a, pair.b} <= nights[night].keys():
+                    continue
+                taken = together(nights[night][pair.a], nights[night][pair.b])
+                read = digest_of(*taken.a[1:], *taken.b[1:], taken.offset_s)
+                if (pair.a, pair.b, pair.digest, read) not in known:
+                    jobs.append((pair, taken, read))
             for first in range(0, len(jobs), _COMMIT):
                 part = jobs[first : first + _COMMIT]
                 rows = []
-                for (pair, _), found in zip(part, pool.map(correlated, part), strict=True):
+                for (pair, _, read), found in zip(part, pool.map(correlated, part), strict=True):
                     if isinstance(found, LeakmelError):
                         problems[" ".join(str(found).split())[:300]] += 1
                         continue
                     curve = (127 * np.clip(found.curve, -1, 1)).astype(np.int8).tobytes()
-                    rows.append((pair.a, pair.b, night, found.verdict, *map(float, found[1:5]), curve))
+                    key = (pair.a, pair.b, night, pair.digest, read)
+                    rows.append((*key, found.verdict, *map(float, found[1:5]), curve))
                 db.execute("BEGIN IMMEDIATE")
-                db.executemany("INSERT INTO nights VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+                # what was found with other pipes or recordings
+                old = [(pair.a, pair.b, night) for pair, *_ in part]
+                db.executemany("DELETE FROM nights WHERE a = ? AND b = ? AND night = ?", old)
+                db.executemany(f"INSERT INTO nights VALUES ({', '.join('?' * 11)})", rows)
                 db.execute("COMMIT")
                 n_added += len(rows)
                 bar.add(len(part))
@@ -271,12 +335,15 @@ def _add_nights(
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000b
 FALSE_SHARE = 0.02  # of pair-nights without a source, that have a delay
+RECENT_NIGHTS = 30  # of a pair, that count: a leak that was repaired is forgotten after these
+BY_CHANCE = 0.001  # most probability of a repeat that goes before one of more, but earlier nights
 # nights that agree, and all that could have; delay and its standard error with clocks, s; its frequency, Hz; probability of as many without a source
 Repeat = namedtuple("Repeat", "k n delay_s error_s centre_hz by_chance")
 
 
 def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> Repeat | None:
-    "Return the delay on which most nights agree; None if no night has one."
+    "Return the delay that repeats in the newest nights, else that of most nights; None if no recent night has one."
+    rows = rows[-RECENT_NIGHTS:]
     found = [r for r in rows if r.verdict == "found"]
     n = sum(r.verdict not in ("same-recording", "clock") for r in rows)
     if not found:
@@ -284,15 +351,20 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     delays = np.array([r.delay_s for r in found])
     errors = np.hypot([r.error_s for r in found], clock_error_s)
     near = np.abs(delays[:, None] - delays) < 2.5 * np.hypot(errors[:, None], errors)
-    own = near[near.sum(axis=1).argmax()]
-    k = int(own.sum())
+    counts = near.sum(axis=1)
+    share = min(1.0, 2.5 * math.sqrt(2) * float(np.median(errors)) / most_s)
+    by_chance = special.bdtrc(counts - 1, n, FALSE_SHARE * share) / share
+    # a new leak goes before one that was repaired
+    newest = np.where(by_chance < BY_CHANCE, (near * np.arange(1, len(found) + 1)).max(axis=1), 0)
+    best = np.lexsort((counts, newest))[-1]
+    own = near[best]
+    k = int(counts[best])
     weights = errors[own] ** -2
     # the clocks differ by another amount each night; an echo is the same every night
     error_s = math.hypot(float(np.median([r.error_s for r in found])), clock_error_s / math.sqrt(k))
     hz = float(np.exp(np.mean([math.log(r.centre_hz) for r, x in zip(found, own, strict=True) if x])))
-    share = min(1.0, 2.5 * math.sqrt(2) * float(np.median(errors)) / most_s)
-    by_chance = float(special.bdtrc(k - 1, n, FALSE_SHARE * share)) / share
-    return Repeat(k, n, float(np.average(delays[own], weights=weights)), error_s, hz, by_chance)
+    delay_s = float(np.average(delays[own], weights=weights))
+    return Repeat(k, n, delay_s, error_s, hz, float(by_chance[best]))
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000d
 def lines_of(pairs: Iterable[Pair]) -> dict[str, str]:
@@ -329,10 +401,10 @@ def posterior_speeds(
 PipeSpeed = namedtuple("PipeSpeed", "line pipe low_m_s speed_m_s high_m_s n_pairs")
 
 
-def _update_speeds(
+def _told_speeds(
     db: sqlite3.Connection, pairs: Sequence[Pair], clock_error_s: float
 ) -> tuple[list[Pair], list[PipeSpeed]]:
-    "Return the pairs with the speeds that all nights tell, and these speeds; store them."
+    "Return the pairs with the speeds that their nights tell, and these speeds."
     line = lines_of(pairs)
     told: dict[tuple[str, str], list[tuple[float, Repeat]]] = defaultdict(list)
     first: dict[tuple[str, str], Section] = {}
@@ -347,8 +419,6 @@ def _update_speeds(
         PipeSpeed._make((*key, *np.interp([0.025, 0.5, 0.975], sections.SHARES, v).tolist(), len(told[key])))
         for key, v in new.items()
     ]
-    rows = [(*key, len(told[key]), json.dumps(v.round(2).tolist())) for key, v in new.items()]
-    db.executemany("INSERT OR REPLACE INTO speeds VALUES (?, ?, ?, ?)", rows)
 
     def told_section(pair: Pair, s: Section) -> Section:
         return replace(s, speeds_m_s=new.get((line[pair.a], s.pipe), s.speeds_m_s))
@@ -398,6 +468,11 @@ def events_geojson(rows: Iterable[PairRow], places: Mapping[str, tuple[float, fl
         if row.event and row.a in places and row.b in places
     ]
     return {"type": "FeatureCollection", "features": features}
+
+
+_OTHER_PIPES = (
+    "nights with other pipes or another clock error are left out: their recordings are not in the folder"
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -468,7 +543,7 @@ def correlate_pairs(
     for name, value, most in (("clock_error_s", clock_error_s, 0.1), ("budget", budget, 1000.0)):
         if not 0 <= value <= most or (name == "budget" and value == 0):
             raise UsageError(f"{name} is not valid", code="wrong-value", found=value, expected=f"0 to {most}")
-    table = read_pairs(pairs)
+    table = [_with_digest(pair, clock_error_s) for pair in read_pairs(pairs)]
     root, nights = recordings_of_nights(folder, manifest, progress)
     target = Path(os.path.abspath(state))
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(root)):
@@ -479,7 +554,7 @@ def correlate_pairs(
         )
     with _state(target) as db, Progress(None, label="pairs", unit="pairs", show=progress, after_s=1.0) as bar:
         n_added, problems = _add_nights(db, table, _Reader(root), nights, clock_error_s, bar)
-        after, speeds = _update_speeds(db, table, clock_error_s)
+        after, speeds = _told_speeds(db, table, clock_error_s)
         rows = []
         for pair in after:
             if stored := nights_of(db, pair):
@@ -490,6 +565,9 @@ def correlate_pairs(
                     f"no recording of {' and '.join(lacking)}" if lacking else "no night has both recordings"
                 )
                 problems[f"{pair.a} and {pair.b}: {why}"] += 1
+            sql = "SELECT count(*) FROM nights WHERE a = ? AND b = ? AND pipes <> ?"
+            if db.execute(sql, (pair.a, pair.b, pair.digest)).fetchone()[0]:
+                problems[_OTHER_PIPES] += 1
         content = json.dumps(events_geojson(rows, places or {}))
         write_whole(target / EVENTS_FILE, content + "\n")
     return PairsRun(root, target, tuple(rows), tuple(speeds), n_added, problems)
