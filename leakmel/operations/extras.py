@@ -565,6 +565,7 @@ class Correlate(Operation):
 
         of_one = "b distance_m speed_m_s material diameter_mm wall_mm offset_s speed_error_m_s band_low_hz band_high_hz html"
         unused = {f"--{name.replace('_', '-')}": x for name, x in values_of(self, of_one).items()}
+        unused["--method"] = None if self.method == "ml" else self.method
         refuse_unused(unused, "together with --pairs", "leave it out: the table has the pipes")
         named = {name: x for name, x in values_of(self, "table pattern").items() if x is not None}
         folder = user_path(self.a or "")
@@ -582,9 +583,12 @@ class Correlate(Operation):
             manifest=manifest,
             places=places,
             clock_error_s=0.0005 if self.clock_error_s is None else self.clock_error_s,
+            distance_error_m=self.distance_error_m,
             progress=run.progress,
         )
-        return Outcome(done, {"ok": True} | done.summary, run.answer(done.lines))
+        # no pair has a night, and something is wrong
+        is_ok = bool(done.pairs) or not done.problems
+        return Outcome(done, {"ok": is_ok} | done.summary, run.answer(done.lines), 0 if is_ok else 1)
 
     def __call__(self, run: Run) -> Outcome:
         from leakmel.extras.locate.correlate import synthetic_pair

@@ -262,7 +262,7 @@ def test_damaged_missing_and_equal_recordings(tmp_path: Path) -> None:
     text = "\n".join(done.problems)
     assert "LOG1002" in text
     assert "no recording of LOG9" in text
-    assert sum(done.problems.values()) == 5  # two pairs cannot be read; three have no night
+    assert sum(done.problems.values()) == 3  # two pairs cannot be read; one has no recording
 
 
 def test_recordings_of_another_rate_and_start(tmp_path: Path) -> None:
@@ -279,6 +279,71 @@ def test_recordings_of_another_rate_and_start(tmp_path: Path) -> None:
     assert row.verdict == "leak"
     assert row.low_m < 30 < row.high_m
     assert row.position_m == pytest.approx(30, abs=1)
+
+
+def test_recordings_that_cannot_be_compared(tmp_path: Path) -> None:
+    """Starts apart by half an hour, a rate that is too low, nights without a partner, loggers without a recording."""
+    noise = np.random.default_rng(0).standard_normal((4, 60 * RATE // 16))
+    (tmp_path / "rec").mkdir()
+    starts = ["10_020000", "10_023000", "10_020000", "10_020000", "12_020000"]
+    for k, start in enumerate(starts):
+        rate = 40 if k in (2, 3) else RATE // 16
+        soundfile.write(tmp_path / "rec" / f"LOG{k}~1~202511{start}~8.wav", noise[k % 4] / 5, rate)
+    table = tmp_path / "pairs.csv"
+    rows = ["LOG0,LOG1", "LOG2,LOG3", "LOG3,LOG4", *(f"LOG{k},LOG{k + 1}" for k in range(4, 13))]
+    table.write_text("a,b,length_m,speed_m_s\n" + "".join(f"{row},50,1200\n" for row in rows))
+    done = correlate(tmp_path / "rec", table)
+    assert not done.pairs
+    apart, low, alone, absent = done.problems
+    assert apart.startswith(
+        "the recordings do not overlap: LOG0 at 2025-11-10 02:00:00, LOG1 at 2025-11-10 02:30:00"
+    )
+    assert low.startswith("the sampling rate is too low to correlate; found 40 Hz; expected above 48 Hz")
+    assert alone == "LOG3 and LOG4: no night has both recordings"
+    assert absent == "no recording of LOG5, LOG6, LOG7, LOG8, LOG9 ..."
+    assert [*done.problems.values()] == [1, 1, 1, 9]
+    words = ["correlate", str(tmp_path / "rec"), "--pairs", str(table), "--state", str(tmp_path / "state")]
+    assert main(words) == 1
+
+
+def test_starts_with_time_zones_are_compared_in_utc(tmp_path: Path) -> None:
+    section = Section("ductile-iron", 150, 6, 100, 1200.0, 1200.0, 100.0)
+    write_night(tmp_path / "rec", 0, make_night(1, section, [0.0, 120.0], 30.0, snr_db=15.0, clock_s=0.0))
+    a, b = (path.name for path in sorted((tmp_path / "rec").iterdir()))
+    table = tmp_path / "pairs.csv"
+    table.write_text("a,b,length_m,speed_m_s\nA,B,120,1200\n")
+    listed = tmp_path / "listed.csv"
+    head = "path,sensor,start_time\n"
+    listed.write_text(f"{head}{a},A,2025-11-10T02:00:00+01:00\n{b},B,2025-11-10T01:00:00+00:00\n")
+    manifest = lm.scan(tmp_path / "rec", table=listed, with_labels=False, progress="none")
+    (row,) = correlate(tmp_path / "rec", table, manifest=manifest).pairs
+    assert row.position_m == pytest.approx(30, abs=1.5)
+    # one without a zone: local times, an hour apart
+    listed.write_text(f"{head}{a},A,2025-11-10T02:00:00\n{b},B,2025-11-10T01:00:00+00:00\n")
+    manifest = lm.scan(tmp_path / "rec", table=listed, with_labels=False, progress="none")
+    (problem,) = correlate(tmp_path / "rec", table, manifest=manifest).problems
+    assert problem.startswith("the recordings do not overlap")
+
+
+def test_results_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs_of, "KEPT_BYTES", 800)
+    made = []
+
+    def compute(k: int) -> tuple[np.ndarray, int]:
+        made.append(k)
+        return np.zeros(50), k
+
+    kept = pairs_of._Kept(compute)
+    for k in (1, 2, 1, 3, 1, 2):
+        assert kept(k)[1] == k
+    assert made == [1, 2, 3, 2]
+    assert kept.n_bytes == 800
+
+
+def test_lines_are_loggers_that_pairs_join() -> None:
+    route = sections.Route((section_of(100.0, 1200.0),))
+    joined = [pairs_of.Pair(*ends, route) for ends in ("cb", "xy", "ab")]
+    assert pairs_of.lines_of(joined) == dict.fromkeys("abc", "a") | dict.fromkeys("xy", "x")
 
 
 def test_an_impossible_delay_is_the_clock() -> None:
@@ -303,7 +368,16 @@ def test_rows_of_a_pair_are_its_sections(tmp_path: Path) -> None:
 
 @each(
     "row",
-    ["A,A,10,1200", "A,B,-1,1200", "A,B,x,1200", "A,B,10,", "A,B,10,1e9", ",B,10,1200", "A,B,1,99\nB,A,1,99"],
+    [
+        "A,A,10,1200",
+        "A,B,-1,1200",
+        "A,B,x,1200",
+        "A,B,10,",
+        "A,B,10,1e9",
+        ",B,10,1200",
+        f"{'A' * 201},B,10,1200",
+        "A,B,1,99\nB,A,1,99",
+    ],
 )
 def test_rows_that_are_no_pair(tmp_path: Path, row: str) -> None:
     table = tmp_path / "pairs.csv"
@@ -318,13 +392,13 @@ def test_states_that_are_refused(tmp_path: Path) -> None:
     codes = []
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / STATE_FILE).write_text("no database at all" * 100)
-    for given in ({}, {"clock_error_s": -1.0}, {"budget": 0.0}):
+    for given in ({}, {"clock_error_s": -1.0}, {"budget": 0.0}, {"distance_error_m": math.nan}):
         with pytest.raises(lm.LeakmelError) as error:
             correlate(recordings, table, **given)
         codes.append(error.value.code)
     with pytest.raises(lm.LeakmelError) as error:
         lm.correlate_pairs(recordings, table, recordings / "state", progress="none")
-    assert [*codes, error.value.code] == ["invalid-history", "wrong-value", "wrong-value", "output-in-source"]
+    assert [*codes, error.value.code] == ["invalid-history", *["wrong-value"] * 3, "output-in-source"]
 
 
 @each(
@@ -378,5 +452,10 @@ def test_command_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert body["n_added"] == 6
     assert main(words) == 0
     assert "43 m from LOG1001" in capsys.readouterr().out
+    (narrow, wide) = (body["pairs"][0][end] for end in ("low_m", "high_m"))
+    assert main([*words, "--distance-error-m", "8", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["pairs"][0]
+    assert row["high_m"] - row["low_m"] > 2 * (wide - narrow)
     assert main([*words, "--distance-m", "3"]) == 2
+    assert main([*words, "--method", "phat"]) == 2
     assert main(["correlate", "a.wav", "--state", "x", "--distance-m", "3"]) == 2

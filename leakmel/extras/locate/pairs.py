@@ -11,13 +11,13 @@ import math
 import os
 import sqlite3
 from collections import Counter, defaultdict, namedtuple
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ from leakmel.recordings.wav import read_wav
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100004
 GIVEN_ERROR = 0.02  # range of a speed that is given, to each side
 METAL_M_S = 800.0  # a pipe in which the wave is faster is not of plastic
+LONGEST_NAME = 200  # characters of a logger
 _SIZE = ("material", "diameter_mm", "wall_mm")
 
 
@@ -106,6 +107,8 @@ def read_pairs(file: str | os.PathLike) -> list[Pair]:
         try:
             if not a or not b or a == b or (b, a) in found:
                 raise ValueError("a and b must be two loggers, in the same order in all rows of the pair")
+            if max(len(a), len(b)) > LONGEST_NAME:
+                raise ValueError(f"the name of a logger has at most {LONGEST_NAME} characters")
             if len(found[a, b]) == sections.MOST_SECTIONS:
                 raise ValueError(f"a pair has at most {sections.MOST_SECTIONS} sections")
             found[a, b].append(_section(cells))
@@ -165,13 +168,46 @@ def together(a: Iterable[Timed], b: Sequence[Timed]) -> Taken:
     return min(found, key=lambda taken: (abs(taken.offset_s), taken.a.path, taken.b.path))
 
 
+KEPT_BYTES = 256 << 20  # of samples, and as much of spectra
+
+
+class _Kept:
+    "A function whose results are kept, up to KEPT_BYTES of those that were used last."
+
+    def __init__(self, compute: Callable[..., tuple]):
+        self.compute = compute
+        self.results: dict[Hashable, tuple] = {}
+        self.n_bytes = 0
+        self.lock = Lock()
+
+    def __call__(self, *key: Hashable) -> Any:
+        with self.lock:
+            if key in self.results:
+                # now the last of the order
+                self.results[key] = self.results.pop(key)
+                return self.results[key]
+        found = self.compute(*key)
+        with self.lock:
+            if key not in self.results:
+                self.results[key] = found
+                self.n_bytes += _n_bytes(found)
+            while self.n_bytes > KEPT_BYTES:
+                self.n_bytes -= _n_bytes(self.results.pop(next(iter(self.results))))
+        return found
+
+
+def _n_bytes(found: tuple) -> int:
+    "Return the bytes of the arrays in a tuple."
+    return sum(getattr(x, "nbytes", 0) for x in found)
+
+
 class _Reader:
     "Recordings of a folder and their spectra; those that were used last are kept."
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.samples = lru_cache(32)(self._samples)
-        self.spectra = lru_cache(64)(self._spectra)
+        self.samples = _Kept(self._samples)
+        self.spectra = _Kept(self._spectra)
 
     def _samples(self, path: str) -> tuple[np.ndarray, int]:
         "Return samples [N] float32 and their rate, Hz; raises LeakmelError."
@@ -197,6 +233,19 @@ class _Reader:
         y, second = self.samples(b)
         rate = min(first, second)
         common_s = min(len(x) / first, offset_s + len(y) / second) - max(0.0, offset_s)
+        if common_s <= 0:
+            raise DataError(
+                f"the recordings do not overlap: {pair.a} at {taken.a.start}, {pair.b} at {taken.b.start}",
+                code="too-short-to-correlate",
+                remedy="check the clocks of the loggers, and their time zones",
+            )
+        if rate <= 8 * sections.LOWEST_HZ:
+            raise DataError(
+                "the sampling rate is too low to correlate",
+                code="band-limits",
+                found=f"{rate} Hz",
+                expected=f"above {8 * sections.LOWEST_HZ:g} Hz",
+            )
         n = sections.segment_length(pair.route.most_s, rate, int(common_s * rate))
         left = self.spectra(a, max(0.0, offset_s), rate, n)
         right = self.spectra(b, max(0.0, -offset_s), rate, n)
@@ -209,7 +258,6 @@ STATE_FILE = "pairs.sqlite"
 EVENTS_FILE = "events.geojson"
 _APPLICATION_ID = 0x6C6D7031  # "lmp1"
 _VERSION = 1
-LONGEST_NAME = 200  # characters of a logger
 # pipes: digest of a pair; recordings: digest of both recordings and their offset
 _SCHEMA = f"""CREATE TABLE nights (
     a TEXT NOT NULL CHECK (length(a) BETWEEN 1 AND {LONGEST_NAME}),
@@ -367,14 +415,15 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     return Repeat(k, n, delay_s, error_s, hz, float(by_chance[best]))
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000d
-def lines_of(pairs: Iterable[Pair]) -> dict[str, str]:
+def lines_of(pairs: Sequence[Pair]) -> dict[str, str]:
     "Return logger -> first logger of its line: loggers that pairs join."
-    ends = np.array([(pair.a, pair.b) for pair in pairs])
-    names, places = np.unique(ends, return_inverse=True)
-    joined = sparse.coo_array((np.ones(len(ends)), places.reshape(-1, 2).T), (len(names), len(names)))
+    names = sorted({name for pair in pairs for name in (pair.a, pair.b)})
+    at = {name: k for k, name in enumerate(names)}
+    ends = np.array([(at[pair.a], at[pair.b]) for pair in pairs])
+    joined = sparse.coo_array((np.ones(len(ends)), ends.T), (len(names), len(names)))
     _, number = sparse.csgraph.connected_components(joined, directed=False)
     _, first = np.unique(number, return_index=True)
-    return {str(name): str(names[first[k]]) for name, k in zip(names, number, strict=True)}
+    return {name: names[first[k]] for name, k in zip(names, number, strict=True)}
 
 
 def posterior_speeds(
@@ -432,7 +481,9 @@ def _told_speeds(
 PairRow = namedtuple("PairRow", "a b length_m position_m low_m high_m verdict n_nights event")
 
 
-def _row(pair: Pair, rows: Sequence[NightRow], clock_error_s: float, budget: float) -> PairRow:
+def _row(
+    pair: Pair, rows: Sequence[NightRow], clock_error_s: float, distance_error_m: float, budget: float
+) -> PairRow:
     "Return the row of a pair with its nights."
     found = repeat_of(rows, pair.route.most_s, clock_error_s)
     is_repeated = found is not None and found.k > 1 and found.by_chance < budget / 1000
@@ -443,7 +494,9 @@ def _row(pair: Pair, rows: Sequence[NightRow], clock_error_s: float, budget: flo
         given = (found.delay_s, found.error_s, found.centre_hz)
     else:
         given = (last.delay_s, math.hypot(last.error_s, clock_error_s), last.centre_hz)
-    place = sections.place_source(pair.route, *given)
+    # no length is drawn below 0
+    length_error_m = min(distance_error_m, 0.2 * pair.route.length_m)
+    place = sections.place_source(pair.route, *given, length_error_m)
     event = None
     if is_repeated and place.verdict == "leak":
         event = (
@@ -468,6 +521,27 @@ def events_geojson(rows: Iterable[PairRow], places: Mapping[str, tuple[float, fl
         if row.event and row.a in places and row.b in places
     ]
     return {"type": "FeatureCollection", "features": features}
+
+
+MOST_NAMED = 5  # loggers without a recording
+
+
+def _without_night(pairs: Sequence[Pair], nights: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    "Return why pairs have no night: a line for each without a common one, and one for all loggers without a recording."
+    heard = {sensor for found in nights.values() for sensor in found}
+    absent: dict[str, None] = {}
+    n_absent = 0
+    problems = {}
+    for pair in pairs:
+        if lacking := {name: None for name in (pair.a, pair.b) if name not in heard}:
+            absent |= lacking
+            n_absent += 1
+        elif not any({pair.a, pair.b} <= found.keys() for found in nights.values()):
+            problems[f"{pair.a} and {pair.b}: no night has both recordings"] = 1
+    if absent:
+        names = ", ".join([*absent][:MOST_NAMED]) + " ..." * (len(absent) > MOST_NAMED)
+        problems[f"no recording of {names}"] = n_absent
+    return problems
 
 
 _OTHER_PIPES = (
@@ -529,6 +603,8 @@ def correlate_pairs(
     manifest: Manifest | None = None,
     # standard error of the difference of two clocks at the start of a recording, s, 0 to 0.1
     clock_error_s: float = 0.0005,
+    # standard error of the length of the pipe between two loggers, m, 0 to 100; at most a fifth of the length is used
+    distance_error_m: float = 0.5,
     # false events per 1,000 pair-nights, above 0 to 1000
     budget: float = 1.0,
     # sensor -> longitude and latitude, degrees
@@ -540,7 +616,11 @@ def correlate_pairs(
 
     A damaged or missing recording is a line of `problems`. An interrupted run is continued by the same call.
     """
-    for name, value, most in (("clock_error_s", clock_error_s, 0.1), ("budget", budget, 1000.0)):
+    for name, value, most in (
+        ("clock_error_s", clock_error_s, 0.1),
+        ("distance_error_m", distance_error_m, 100.0),
+        ("budget", budget, 1000.0),
+    ):
         if not 0 <= value <= most or (name == "budget" and value == 0):
             raise UsageError(f"{name} is not valid", code="wrong-value", found=value, expected=f"0 to {most}")
     table = [_with_digest(pair, clock_error_s) for pair in read_pairs(pairs)]
@@ -555,19 +635,12 @@ def correlate_pairs(
     with _state(target) as db, Progress(None, label="pairs", unit="pairs", show=progress, after_s=1.0) as bar:
         n_added, problems = _add_nights(db, table, _Reader(root), nights, clock_error_s, bar)
         after, speeds = _told_speeds(db, table, clock_error_s)
-        rows = []
-        for pair in after:
-            if stored := nights_of(db, pair):
-                rows.append(_row(pair, stored, clock_error_s, budget))
-            else:
-                lacking = [name for name in (pair.a, pair.b) if not any(name in x for x in nights.values())]
-                why = (
-                    f"no recording of {' and '.join(lacking)}" if lacking else "no night has both recordings"
-                )
-                problems[f"{pair.a} and {pair.b}: {why}"] += 1
-            sql = "SELECT count(*) FROM nights WHERE a = ? AND b = ? AND pipes <> ?"
-            if db.execute(sql, (pair.a, pair.b, pair.digest)).fetchone()[0]:
-                problems[_OTHER_PIPES] += 1
+        found = [(pair, nights_of(db, pair)) for pair in after]
+        rows = [_row(pair, own, clock_error_s, distance_error_m, budget) for pair, own in found if own]
+        sql = "SELECT count(*) FROM nights WHERE a = ? AND b = ? AND pipes <> ?"
+        n_left = sum(db.execute(sql, (p.a, p.b, p.digest)).fetchone()[0] > 0 for p in after)
+        problems.update({_OTHER_PIPES: n_left} if n_left else {})
+        problems.update(_without_night([pair for pair, own in found if not own], nights))
         content = json.dumps(events_geojson(rows, places or {}))
         write_whole(target / EVENTS_FILE, content + "\n")
     return PairsRun(root, target, tuple(rows), tuple(speeds), n_added, problems)
