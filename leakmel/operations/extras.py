@@ -565,8 +565,11 @@ class Correlate(Operation):
 
         of_one = "b distance_m speed_m_s material diameter_mm wall_mm offset_s speed_error_m_s band_low_hz band_high_hz html"
         unused = {f"--{name.replace('_', '-')}": x for name, x in values_of(self, of_one).items()}
-        unused["--method"] = None if self.method == "ml" else self.method
-        refuse_unused(unused, "together with --pairs", "leave it out: the table has the pipes")
+        refuse_unused(
+            unused | {"--method": self.method != "ml"},
+            "together with --pairs",
+            "leave it out: the table has the pipes",
+        )
         named = {name: x for name, x in values_of(self, "table pattern").items() if x is not None}
         folder = user_path(self.a or "")
         manifest = lm.scan(folder, **named, with_labels=False, progress=run.progress) if named else None

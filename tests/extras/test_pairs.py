@@ -334,15 +334,15 @@ def test_results_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.MonkeyPatc
         return np.zeros(50), k
 
     kept = pairs_of._Kept(compute)
-    for k in (1, 2, 1, 3, 1, 2):
-        assert kept(k)[1] == k
-    assert made == [1, 2, 3, 2]
-    assert kept.n_bytes == 800
+    for k in (1, 2, 1, 3, 2, 1):
+        assert kept[k,][1] == k
+    assert made == [1, 2, 3, 1]
+    assert len(kept) == 2
 
 
 def test_lines_are_loggers_that_pairs_join() -> None:
     route = sections.Route((section_of(100.0, 1200.0),))
-    joined = [pairs_of.Pair(*ends, route) for ends in ("cb", "xy", "ab")]
+    joined = [pairs_of.Pair(ends[0], ends[1], route, "") for ends in ("cb", "xy", "ab")]
     assert pairs_of.lines_of(joined) == dict.fromkeys("abc", "a") | dict.fromkeys("xy", "x")
 
 

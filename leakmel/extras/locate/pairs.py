@@ -11,11 +11,12 @@ import math
 import os
 import sqlite3
 from collections import Counter, defaultdict, namedtuple
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -53,18 +54,12 @@ _SIZE = ("material", "diameter_mm", "wall_mm")
 
 
 # names of two loggers, the `Route` from a to b, and the digest of what their delays depend on
-Pair = namedtuple("Pair", "a b route digest", defaults=("",))
+Pair = namedtuple("Pair", "a b route digest")
 
 
 def digest_of(*values: Any) -> str:
     "Return the digest of plain values, 32 hexadecimal digits."
     return xxhash.xxh3_128_hexdigest(ascii(values).encode())
-
-
-def _with_digest(pair: Pair, clock_error_s: float) -> Pair:
-    "Return a pair with the digest of its sections and the error of the clocks."
-    parts = [(s.length_m, s.loss, s.pipe, s.speeds_m_s.round(3).tolist()) for s in pair.route.sections]
-    return pair._replace(digest=digest_of(parts, clock_error_s))
 
 
 def section_of(length_m: float, speed: float | WaveSpeed) -> Section:
@@ -116,13 +111,21 @@ def read_pairs(file: str | os.PathLike) -> list[Pair]:
             raise row_error(path, line, str(e)) from e
     if not found:
         raise DataError("the table has no pair", code="table-row", path=path)
-    return [Pair(a, b, Route(tuple(parts))) for (a, b), parts in found.items()]
+    return [
+        Pair(
+            a,
+            b,
+            Route(tuple(own)),
+            digest_of(*((s.length_m, s.loss, s.pipe, s.speeds_m_s.round(3).tolist()) for s in own)),
+        )
+        for (a, b), own in found.items()
+    ]
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100006
 # start of a recording, its path, and its size in bytes and time of change in ns
 Timed = namedtuple("Timed", "start path version")
-# recordings of loggers a and b, and by how much b starts later, s
-Taken = namedtuple("Taken", "a b offset_s")
+# recordings of loggers a and b, by how much b starts later, s, and the digest of both
+Taken = namedtuple("Taken", "a b offset_s digest")
 
 
 def recordings_of_nights(
@@ -137,8 +140,13 @@ def recordings_of_nights(
             listed = find_recordings(folder, manifest=manifest, progress=progress)
     found: dict[str, dict[str, list[Timed]]] = defaultdict(lambda: defaultdict(list))
     root = Path(listed.listing.folder)
-    versions = zip(listed.listing.sizes.tolist(), listed.listing.mtimes_ns.tolist(), strict=True)
-    for path, name, version in zip(listed.listing.paths, listed.names, versions, strict=True):
+    for path, name, *version in zip(
+        listed.listing.paths,
+        listed.names,
+        listed.listing.sizes.tolist(),
+        listed.listing.mtimes_ns.tolist(),
+        strict=True,
+    ):
         if name.sensor and name.start_time:
             when = datetime.fromisoformat(name.start_time)
             # a night is from noon to noon of local time, named by the day on which it begins
@@ -154,51 +162,37 @@ def recordings_of_nights(
     return root, found
 
 
-def _taken(a: Timed, b: Timed) -> Taken:
-    "Return two recordings with their offset: in UTC if both times have a zone, else in local time."
-    starts = [a.start, b.start]
-    if None in (x.utcoffset() for x in starts):
-        starts = [x.replace(tzinfo=None) for x in starts]
-    return Taken(a, b, (starts[1] - starts[0]).total_seconds())
+def _offset_s(a: Timed, b: Timed) -> float:
+    "Return by how much b starts later than a: in UTC if both times have a zone, else in local time."
+    if a.start.tzinfo and b.start.tzinfo:
+        return (b.start - a.start).total_seconds()
+    return (b.start.replace(tzinfo=None) - a.start.replace(tzinfo=None)).total_seconds()
 
 
 def together(a: Iterable[Timed], b: Sequence[Timed]) -> Taken:
     "Return the two recordings whose starts differ least."
-    found = (_taken(x, y) for x in a for y in b)
-    return min(found, key=lambda taken: (abs(taken.offset_s), taken.a.path, taken.b.path))
+    found = ((abs(_offset_s(x, y)), x.path, y.path, x, y) for x in a for y in b)
+    *_, first, second = min(found, key=itemgetter(0, 1, 2))
+    return Taken(first, second, _offset_s(first, second), digest_of(*first, *second))
 
 
 KEPT_BYTES = 256 << 20  # of samples, and as much of spectra
 
 
-class _Kept:
-    "A function whose results are kept, up to KEPT_BYTES of those that were used last."
+class _Kept(dict):
+    "Results of a function by its arguments, the newest ones up to KEPT_BYTES."
 
     def __init__(self, compute: Callable[..., tuple]):
         self.compute = compute
-        self.results: dict[Hashable, tuple] = {}
-        self.n_bytes = 0
         self.lock = Lock()
 
-    def __call__(self, *key: Hashable) -> Any:
-        with self.lock:
-            if key in self.results:
-                # now the last of the order
-                self.results[key] = self.results.pop(key)
-                return self.results[key]
+    def __missing__(self, key: tuple) -> Any:
         found = self.compute(*key)
         with self.lock:
-            if key not in self.results:
-                self.results[key] = found
-                self.n_bytes += _n_bytes(found)
-            while self.n_bytes > KEPT_BYTES:
-                self.n_bytes -= _n_bytes(self.results.pop(next(iter(self.results))))
+            self[key] = found
+            while sum(getattr(x, "nbytes", 0) for own in self.values() for x in own) > KEPT_BYTES:
+                del self[next(iter(self))]
         return found
-
-
-def _n_bytes(found: tuple) -> int:
-    "Return the bytes of the arrays in a tuple."
-    return sum(getattr(x, "nbytes", 0) for x in found)
 
 
 class _Reader:
@@ -219,7 +213,7 @@ class _Reader:
 
     def _spectra(self, path: str, skip_s: float, rate: int, n: int) -> sections.Spectra:
         "Return the spectra of segments of n samples of a recording without its first seconds, at a rate; raises LeakmelError."
-        samples, own = self.samples(path)
+        samples, own = self.samples[path,]
         if own != rate:
             divisor = math.gcd(own, rate)
             samples = signal.resample_poly(samples, rate // divisor, own // divisor)
@@ -227,15 +221,14 @@ class _Reader:
 
     def delay(self, pair: Pair, taken: Taken, clock_error_s: float) -> sections.PairDelay:
         "Correlate two recordings; raises LeakmelError."
-        a, b = (recording.path for recording in taken[:2])
-        offset_s = taken.offset_s
-        x, first = self.samples(a)
-        y, second = self.samples(b)
+        a, b, offset_s, _ = taken
+        x, first = self.samples[a.path,]
+        y, second = self.samples[b.path,]
         rate = min(first, second)
         common_s = min(len(x) / first, offset_s + len(y) / second) - max(0.0, offset_s)
         if common_s <= 0:
             raise DataError(
-                f"the recordings do not overlap: {pair.a} at {taken.a.start}, {pair.b} at {taken.b.start}",
+                f"the recordings do not overlap: {pair.a} at {a.start}, {pair.b} at {b.start}",
                 code="too-short-to-correlate",
                 remedy="check the clocks of the loggers, and their time zones",
             )
@@ -247,8 +240,8 @@ class _Reader:
                 expected=f"above {8 * sections.LOWEST_HZ:g} Hz",
             )
         n = sections.segment_length(pair.route.most_s, rate, int(common_s * rate))
-        left = self.spectra(a, max(0.0, offset_s), rate, n)
-        right = self.spectra(b, max(0.0, -offset_s), rate, n)
+        left = self.spectra[a.path, max(0.0, offset_s), rate, n]
+        right = self.spectra[b.path, max(0.0, -offset_s), rate, n]
         found = sections.pair_delay(*sections.common_segments(left, right), pair.route, clock_error_s)
         # what is left of the offset
         return found._replace(delay_s=found.delay_s + round(offset_s * rate) / rate - offset_s)
@@ -258,7 +251,7 @@ STATE_FILE = "pairs.sqlite"
 EVENTS_FILE = "events.geojson"
 _APPLICATION_ID = 0x6C6D7031  # "lmp1"
 _VERSION = 1
-# pipes: digest of a pair; recordings: digest of both recordings and their offset
+# pipes: digest of a pair; recordings: digest of both recordings
 _SCHEMA = f"""CREATE TABLE nights (
     a TEXT NOT NULL CHECK (length(a) BETWEEN 1 AND {LONGEST_NAME}),
     b TEXT NOT NULL CHECK (length(b) BETWEEN 1 AND {LONGEST_NAME}),
@@ -281,21 +274,16 @@ NightRow = namedtuple("NightRow", "night verdict delay_s error_s centre_hz drift
 def _prepare(db: sqlite3.Connection) -> None:
     "Write the schema of a new state; check one that exists. Raises sqlite3.Error."
     db.execute("PRAGMA trusted_schema = OFF")
-    db.execute("PRAGMA cell_size_check = ON")
-    sql = "SELECT application_id, user_version FROM pragma_application_id, pragma_user_version"
-    numbers = db.execute(sql).fetchone()
-    stored = db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 9").fetchall()
-    if not stored and not any(numbers):
+    numbers = "SELECT application_id, user_version FROM pragma_application_id, pragma_user_version"
+    schema = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 9"
+    if not db.execute(schema).fetchall() and db.execute(numbers).fetchone() == (0, 0):
         # a run that is killed here leaves an empty file
-        for sql in (
-            "BEGIN IMMEDIATE",
-            _SCHEMA,
-            f"PRAGMA application_id = {_APPLICATION_ID}",
-            f"PRAGMA user_version = {_VERSION}",
-            "COMMIT",
-        ):
-            db.execute(sql)
-    elif numbers != (_APPLICATION_ID, _VERSION) or stored != [(_SCHEMA,)]:
+        db.executescript(
+            f"BEGIN IMMEDIATE; {_SCHEMA}; PRAGMA application_id = {_APPLICATION_ID}; "
+            f"PRAGMA user_version = {_VERSION}; COMMIT"
+        )
+    found = [db.execute(sql).fetchall() for sql in (numbers, schema)]
+    if found != [[(_APPLICATION_ID, _VERSION)], [(_SCHEMA,)]]:
         raise sqlite3.DatabaseError("it is not a state of this version")
     # also types and conditions of the columns
     (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
@@ -343,33 +331,34 @@ def _add_nights(
     problems: Counter[str] = Counter()
     n_added = 0
 
-    def correlated(job: tuple[Pair, Taken, str]) -> sections.PairDelay | LeakmelError:
-        pair, taken, _ = job
+    def correlated(job: tuple[Pair, Taken]) -> sections.PairDelay | LeakmelError:
         try:
-            return reader.delay(pair, taken, clock_error_s)
+            return reader.delay(*job, clock_error_s)
         except LeakmelError as e:
             return e
 
     with ThreadPoolExecutor(usable_cores()) as pool:
         for night in sorted(nights):
             known = {*db.execute("SELECT a, b, pipes, recordings FROM nights WHERE night = ?", (night,))}
-            jobs = []
-            for pair in pairs:
-                if not {pair.a, pair.b} <= nights[night].keys():
-                    continue
-                taken = together(nights[night][pair.a], nights[night][pair.b])
-                read = digest_of(*taken.a[1:], *taken.b[1:], taken.offset_s)
-                if (pair.a, pair.b, pair.digest, read) not in known:
-                    jobs.append((pair, taken, read))
+            both = [
+                (pair, together(nights[night][pair.a], nights[night][pair.b]))
+                for pair in pairs
+                if {pair.a, pair.b} <= nights[night].keys()
+            ]
+            jobs = [
+                (pair, taken)
+                for pair, taken in both
+                if (pair.a, pair.b, pair.digest, taken.digest) not in known
+            ]
             for first in range(0, len(jobs), _COMMIT):
                 part = jobs[first : first + _COMMIT]
                 rows = []
-                for (pair, _, read), found in zip(part, pool.map(correlated, part), strict=True):
+                for (pair, taken), found in zip(part, pool.map(correlated, part), strict=True):
                     if isinstance(found, LeakmelError):
                         problems[" ".join(str(found).split())[:300]] += 1
                         continue
                     curve = (127 * np.clip(found.curve, -1, 1)).astype(np.int8).tobytes()
-                    key = (pair.a, pair.b, night, pair.digest, read)
+                    key = (pair.a, pair.b, night, pair.digest, taken.digest)
                     rows.append((*key, found.verdict, *map(float, found[1:5]), curve))
                 db.execute("BEGIN IMMEDIATE")
                 # what was found with other pipes or recordings
@@ -411,8 +400,7 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     # the clocks differ by another amount each night; an echo is the same every night
     error_s = math.hypot(float(np.median([r.error_s for r in found])), clock_error_s / math.sqrt(k))
     hz = float(np.exp(np.mean([math.log(r.centre_hz) for r, x in zip(found, own, strict=True) if x])))
-    delay_s = float(np.average(delays[own], weights=weights))
-    return Repeat(k, n, delay_s, error_s, hz, float(by_chance[best]))
+    return Repeat(k, n, float(np.average(delays[own], weights=weights)), error_s, hz, float(by_chance[best]))
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000d
 def lines_of(pairs: Sequence[Pair]) -> dict[str, str]:
@@ -495,8 +483,7 @@ def _row(
     else:
         given = (last.delay_s, math.hypot(last.error_s, clock_error_s), last.centre_hz)
     # no length is drawn below 0
-    length_error_m = min(distance_error_m, 0.2 * pair.route.length_m)
-    place = sections.place_source(pair.route, *given, length_error_m)
+    place = sections.place_source(pair.route, *given, min(distance_error_m, 0.2 * pair.route.length_m))
     event = None
     if is_repeated and place.verdict == "leak":
         event = (
@@ -529,18 +516,16 @@ MOST_NAMED = 5  # loggers without a recording
 def _without_night(pairs: Sequence[Pair], nights: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     "Return why pairs have no night: a line for each without a common one, and one for all loggers without a recording."
     heard = {sensor for found in nights.values() for sensor in found}
-    absent: dict[str, None] = {}
-    n_absent = 0
-    problems = {}
-    for pair in pairs:
-        if lacking := {name: None for name in (pair.a, pair.b) if name not in heard}:
-            absent |= lacking
-            n_absent += 1
-        elif not any({pair.a, pair.b} <= found.keys() for found in nights.values()):
-            problems[f"{pair.a} and {pair.b}: no night has both recordings"] = 1
+    absent = {name: None for pair in pairs for name in (pair.a, pair.b) if name not in heard}
+    known = [pair for pair in pairs if absent.keys().isdisjoint((pair.a, pair.b))]
+    problems = {
+        f"{pair.a} and {pair.b}: no night has both recordings": 1
+        for pair in known
+        if not any({pair.a, pair.b} <= found.keys() for found in nights.values())
+    }
     if absent:
         names = ", ".join([*absent][:MOST_NAMED]) + " ..." * (len(absent) > MOST_NAMED)
-        problems[f"no recording of {names}"] = n_absent
+        problems[f"no recording of {names}"] = len(pairs) - len(known)
     return problems
 
 
@@ -623,7 +608,7 @@ def correlate_pairs(
     ):
         if not 0 <= value <= most or (name == "budget" and value == 0):
             raise UsageError(f"{name} is not valid", code="wrong-value", found=value, expected=f"0 to {most}")
-    table = [_with_digest(pair, clock_error_s) for pair in read_pairs(pairs)]
+    table = [pair._replace(digest=digest_of(pair.digest, clock_error_s)) for pair in read_pairs(pairs)]
     root, nights = recordings_of_nights(folder, manifest, progress)
     target = Path(os.path.abspath(state))
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(root)):
@@ -641,6 +626,5 @@ def correlate_pairs(
         n_left = sum(db.execute(sql, (p.a, p.b, p.digest)).fetchone()[0] > 0 for p in after)
         problems.update({_OTHER_PIPES: n_left} if n_left else {})
         problems.update(_without_night([pair for pair, own in found if not own], nights))
-        content = json.dumps(events_geojson(rows, places or {}))
-        write_whole(target / EVENTS_FILE, content + "\n")
+        write_whole(target / EVENTS_FILE, json.dumps(events_geojson(rows, places or {})) + "\n")
     return PairsRun(root, target, tuple(rows), tuple(speeds), n_added, problems)
