@@ -250,14 +250,20 @@ class Job:
             return n_bytes, self.is_complete()
 
     def check_early(self, k: int, digest: bytes) -> None:
-        "Compare the row of a candidate that was written and read back with its recording."
+        "Compare the row of a candidate that was written and read back with its recording; raises OSError, MachineError."
         row = np.empty((1, *self.file.row_shape), np.float16)
-        with suppress(OSError, errors.VerifyError):
+        try:
             read_at(self.file.fd, row, self.file.offset + k * self.file.row_bytes)
-            if bytes(digests_of(row)[0]) != digest:
-                return  # the rows are being moved together, or the file is closed
-            if found := check_early(self.listing.full_path(k), row, digest, self.spec):
-                self.early[self.listing.paths[k]] = found
+        except errors.VerifyError:
+            return  # the file was cut, which the check of the complete file reports
+        except OSError:
+            if self.file.fd >= 0:
+                raise
+            return  # it was closed
+        if bytes(digests_of(row)[0]) != digest:
+            return  # the rows are being moved together
+        if found := check_early(self.listing.full_path(k), row, digest, self.spec):
+            self.early[self.listing.paths[k]] = found
 
     def keep(
         self,

@@ -309,7 +309,7 @@ def _check_written(ring: Ring, lane: str) -> None:
     while (item := ring.written.get()) is not None and not ring.lanes.stopping.is_set():
         job, k, digest = item
         if not job.is_complete():  # what is left is compared when the file is complete
-            with ring.run.timeline.span("verify", lane, split=job.split):
+            with write_errors(job.file.target), ring.run.timeline.span("verify", lane, split=job.split):
                 job.check_early(k, digest)
 
 

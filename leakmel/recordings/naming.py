@@ -274,20 +274,18 @@ _MONTH = "(?:0[1-9]|1[0-2])"
 _DAY = "(?:0[1-9]|[12][0-9]|3[01])"
 _DATE_FORM = rf"\s*(?:[0-9]{{4}}[-_.]?{_MONTH}[-_.]?{_DAY}|[0-9]{{1,2}}\.[0-9]{{1,2}}\.[0-9]{{4}})"
 _TIME_FORM = rf"(?:{_DATE_FORM}[-_T $]?[0-9]{{2}}|\s*[0-9]{{2}}{_MONTH}{_DAY}[0-9]{{6}})[^/]*?"
-_SHORT_PATH = 255
-_FEW_FIELDS = 5
+_SHORT_PATH = 255  # characters; a longer one is searched
+
+
+_Expressions = list[tuple[re.Pattern, dict[str, tuple[int, Callable[[str], object]]]]]
 
 
 @functools.lru_cache(256)
-def _expressions(pattern: str) -> list[tuple[re.Pattern, dict[str, tuple[int, Callable[[str], object]]]]]:
-    """Return expressions for times, then for dates, each with what it has to check; none for a pattern of many fields.
-
-    Where the first one that matches a path has valid values, no other match begins with shorter fields.
-    """
+def _compiled(pattern: str) -> tuple[list[str], _Expressions]:
+    "Return the texts at which fields can end, and expressions for times, then for dates, each with what it has to check."
     tokens = pattern_tokens(pattern)
+    marks = ["/" if kind == "folders" else value for kind, value in tokens if kind != "field"]
     found = []
-    if sum(kind != "text" for kind, _ in tokens) > _FEW_FIELDS:
-        return []
     for form, when in ((_TIME_FORM, clock_time), (_DATE_FORM + r"\s*?", whole_time)):
         words = {"*": "[^/]*?", "start_time": f"(?P<start_time>{form})"}
         parts = [
@@ -299,12 +297,22 @@ def _expressions(pattern: str) -> list[tuple[re.Pattern, dict[str, tuple[int, Ca
         expression = re.compile("".join(parts))
         typed = _TYPED_FIELDS | {"start_time": (40, when)}
         found.append((expression, {x: typed[x] for x in typed.keys() & expression.groupindex.keys()}))
-    return found
+    return marks, found
+
+
+def _expressions(pattern: str, path: str) -> _Expressions:
+    """Return the expressions of a pattern; none for a path with so many places for its fields that they may take long.
+
+    Where the first one that matches the path has valid values, no other match begins with shorter fields.
+    """
+    marks, expressions = _compiled(pattern)
+    n_ways = math.prod(max(1, path.count(mark)) for mark in marks)
+    return expressions if n_ways <= _MAX_STEPS and len(path) <= _SHORT_PATH else []
 
 
 def _has_time(pattern: str, path: str) -> bool:
     "Whether a pattern may find a time in a path."
-    expressions = _expressions(pattern) if len(path) <= _SHORT_PATH else []
+    expressions = _expressions(pattern, path)
     return not expressions or any(x.fullmatch(path) for x, _ in expressions)
 
 
@@ -360,7 +368,7 @@ def match_pattern(pattern: str, path: str) -> dict[str, str] | None:
 
     Returns the text of each field; None if the path does not match.
     """
-    for expression, typed in _expressions(pattern) if len(path) <= _SHORT_PATH else ():
+    for expression, typed in _expressions(pattern, path):
         if m := expression.fullmatch(path):
             if all(len(m[name]) <= most and is_one(m[name]) for name, (most, is_one) in typed.items()):
                 return m.groupdict()

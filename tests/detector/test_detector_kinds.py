@@ -334,14 +334,14 @@ def test_no_other_training_is_replaced(sets, alone, tmp_path):
     lm.train(sets["training"], out=tmp_path / "b", settings=net, **QUIET)
     with raises("other-training", UsageError, path=tmp_path / "b"):
         lm.train(sets["training"], out=tmp_path / "b", settings=spectral, **QUIET)
-    own = tmp_path / "b" / "cross-validation" / "own.npy"
+    own = tmp_path / "b" / "folds" / "own.npy"
     own.parent.mkdir(exist_ok=True)
     own.write_bytes(b"a person's")
     lm.train(sets["training"], out=tmp_path / "b", settings=spectral, resume="never", **QUIET)
     own.unlink()
     assert sorted(os.listdir(tmp_path / "b")) == [
         "checkpoints",
-        "cross-validation",
+        "folds",
         "model.pt",
         "model_card.md",
         "summary.json",
@@ -378,7 +378,7 @@ def test_an_interrupted_cross_validation_continues_with_the_missing_fit(sets, ch
 def test_a_damaged_score_file_is_computed_again(sets, alone, tmp_path):
     settings = lm.TrainSettings(detector="spectral")
     shutil.copytree(alone.model_path.parent, tmp_path / "run")
-    scores = sorted((tmp_path / "run" / "cross-validation").glob("*.npy"))
+    scores = sorted((tmp_path / "run" / "folds").glob("*.npy"))
     assert len(scores) == 10, "five folds by sensor, and five of single recordings"
     for path in scores[::2]:
         os.truncate(path, 60)

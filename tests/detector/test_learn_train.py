@@ -320,7 +320,7 @@ def test_a_network_is_fitted_on_all_recordings_and_resumes_in_its_fold(
     with pytest.raises(ZeroDivisionError):
         fitted(sets, tmp_path / "run", checkpoints=every)
     last = -1
-    kept = tmp_path / "run" / "cross-validation"
+    kept = tmp_path / "run" / "folds"
     strange, other, notes = (kept / name for name in (f"cnn-{'0' * 32}", f"cnn-{'1' * 32}.npy", "notes.npy"))
     strange.mkdir()
     for path in (strange / "x", other, notes):

@@ -238,6 +238,23 @@ def test_each_damaged_history_is_refused(tmp_path, tried, what):
     assert run(tmp_path, scored_nights(20)) == 20
 
 
+@each(("column", "value"), [("sensor", 99), ("sensor", -1), ("flags", 9), ("flags", None)])
+def test_parts_that_do_not_belong_together_are_refused(tmp_path, column, value):
+    "Each matches its digest."
+    run(tmp_path, scored_nights(12))
+    with History(tmp_path) as history:
+        night = history.nights()[-1]
+        part = history.night(night)
+        columns = {name: part[name].copy() for name in part.packed}
+        columns[column] = columns[column][:-1] if value is None else np.full_like(columns[column], value)
+        history.begin()
+        history.put(night, columns, (1, 1, 1))
+        history.commit()
+    with pytest.raises(DataError) as e:
+        run(tmp_path, scored_nights(20))
+    assert e.value.code == "invalid-history"
+
+
 def test_digests_are_those_of_all_rows(tmp_path):
     "Nights in turn, late recordings, visits, other budgets, and rows that are replaced, changed and deleted."
     entries = scored_nights(12)

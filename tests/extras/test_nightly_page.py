@@ -7,6 +7,7 @@ import json
 import os
 import re
 import wave
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -131,6 +132,12 @@ def test_a_page_of_many_sensors_has_the_first_in_full_and_a_table_that_filters(t
     reader = read_page(tmp_path / "s")
     assert reader.tags.count("script") == 2
     assert set(shown[:2]) <= set(reader.text)
+
+    audited = [replace(r, visit="audit", reason=f"why {k}") for k, r in enumerate(done.sensors)]
+    page = module.visits_page(replace(done, sensors=tuple(audited)), {}, {})
+    (data,) = re.findall("id='rows'>(.*?)</script>", page)
+    assert [line.split("\t")[1] for line in json.loads(data)] == ["audit: why 2", "audit: why 3"]
+    assert "These are the first 2 of 4 sensors to visit." in page
 
 
 def test_players_have_the_samples_that_were_scored(tmp_path, monkeypatch):

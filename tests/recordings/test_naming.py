@@ -370,6 +370,8 @@ HOSTILE_PATTERNS = [
     "{sensor}" + "_{*}" * 80 + "!",
     "{**}/a/{**}/a/{**}/{gain}_{split}/{**}/b!",
     "{**}/{sensor}_{gain}_{recording}_{split}_{session}_{start_time}_{*}!",
+    "{sensor}_{*}_{*}_{*}_{gain}dB",
+    "{sensor}_{*}_{*}_{gain}x!",
 ]
 
 

@@ -132,7 +132,7 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     # kind of detector: spectral (band statistics), cnn, blend (mean of both); auto: spectral, or from 2,000 recordings on chosen by cross-validation
     detector: Literal["auto", "spectral", "cnn", "blend"] = "auto"
     keep_level: bool = False  # spectral: use the level of a recording as a feature
-    epochs: int = 12  # cnn: maximum number of epochs
+    epochs: int = 12  # cnn: number of epochs; search and rounds may stop earlier
     # cnn: share of the items that each epoch draws at random; above 1: drawn again; 0: by the number of items
     epoch_share: float = 0.0
     batch_size: int = 0  # cnn: number of items in a batch; 0: by the number of items
@@ -158,7 +158,7 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     use_compile: bool = False  # compile whole batches with torch: slow first step, faster later ones
     # memory layout of the weights; auto: channels_last
     channels_last: bool | Literal["auto"] = "auto"
-    # voting rule that combines the scores of the segments; auto: chosen on the validation set
+    # voting rule that combines the scores of the segments; auto: chosen by scores of held-out recordings
     vote: Literal["auto", "mean", "long_vote", "any_long", "frac_vote"] = "auto"
     vote_share: float = 0.5  # vote frac_vote: share of the long segments that must agree, 0 to 1
     # search and rounds: stop after this number of epochs without a lower mean validation loss of three epochs; 0: never

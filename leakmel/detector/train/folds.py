@@ -324,7 +324,8 @@ class FoldTrainer:
         "Estimate the seconds of the training of networks by a few steps and scores."
         n_items = int(self.ds.segment_counts.sum())
         s = with_length(self.settings, n_items)
-        step_s, score_s = self._kept({"kind": "time"}, [], self._measure)
+        where = {"device": str(self.device), "cores": usable_cores()}
+        step_s, score_s = self._kept({"kind": "time", **where}, [], self._measure)
         n_steps = s.epochs * math.ceil(s.epoch_share * n_items / (s.batch_size * s.accumulate_batches))
         return float(n_fits * n_steps * step_s + s.epochs * n_items * score_s)
 

@@ -425,6 +425,9 @@ def _result_of(
     return TrainResult(detector, path, epochs, 0 if best is None else best.epoch, summary, seconds)
 
 # %% ../../../nbs/detector/train/loop.ipynb #kind0001
+FITS = "folds"  # folder of finished fits; those of a cross-validation by itself lie elsewhere
+
+
 def _fold_trainer(
     data: states.TrainingData, settings: TrainSettings, device: str, folder: Path
 ) -> FoldTrainer:
@@ -434,7 +437,7 @@ def _fold_trainer(
     if data.split is not None and data.split.groups is not None:
         group = data.split.groups[data.training.rows]  # what it keeps together, cross-validation does too
     groups = joined_groups(table.reset_index(drop=True), group)
-    return FoldTrainer(data, settings, groups, device, folder / "cross-validation")
+    return FoldTrainer(data, settings, groups, device, folder / FITS)
 
 
 NO_FOLDS = (
@@ -486,7 +489,7 @@ def _finished(
                 path=out,
                 remedy="name another folder, or use resume='never', which replaces it",
             )
-    if resume == "always" and not any((out / "cross-validation").glob("*")):
+    if resume == "always" and not any((out / FITS).glob("*")):
         raise DataError(
             "the folder holds no training to resume",
             code="nothing-to-resume",
@@ -613,7 +616,7 @@ def train(
         data = data.joined  # nothing is held back from a detector
         lengths = with_length(settings, len(data.training))
         if resume == "never":
-            remove_fits(folder / "cross-validation")
+            remove_fits(folder / FITS)
         else:
             # the training reads it again, and warns
             with warnings.catch_warnings(action="ignore", category=files.CheckpointWarning):
@@ -633,11 +636,11 @@ def train(
             _LOG.warning(NO_FOLDS)
         if (choice.kind if choice else settings.detector) in ("auto", "spectral"):
             done = _train_spectral(data, lengths, trainer, choice, folder)
-            remove_fits(folder / "cross-validation", but=trainer.used)  # those of other settings
+            remove_fits(folder / FITS, but=trainer.used)  # those of other settings
             return done
         data.training.preload(settings.preload_to_ram, show)
         state = states.TrainingState(data, lengths, on, show, choice.curve if choice else ())
         run = TrainingRun(state, folder, keep)
         done = train_network(run, resume, choice, trainer, show, after_epoch)
-        remove_fits(folder / "cross-validation", but=trainer.used)
+        remove_fits(folder / FITS, but=trainer.used)
         return done

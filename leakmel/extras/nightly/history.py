@@ -462,6 +462,11 @@ class History:
         if name not in self.parts:
             with self._errors():
                 found = read_part(self.db, self.path, name)
+            if found is not None and "sensor" in found.packed:
+                sensor, n_flags = found["sensor"], 1 << len(FLAGS)
+                fits = len(sensor) == len(found["flags"]) and found["flags"].max(initial=0) < n_flags
+                if not (fits and sensor.min(initial=0) >= 0 and sensor.max(initial=-1) < len(self.sensors())):
+                    raise _refused(self.path, "the parts do not belong together", name)
             if len(self.parts) >= max(_KEPT, _KEPT_BYTES // max(1, self.path.stat().st_size // 365)):
                 del self.parts[next(iter(self.parts))]
             self.parts[name] = found

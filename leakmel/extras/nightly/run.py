@@ -672,6 +672,10 @@ are independent and their scores normally distributed; similar nights in a row r
 {%- else %}{{ 'no player: not among the first, or not in the folder any more' if r.recording else 'no recording in the last week' }}
 {%- endif %}</div></td></tr>
 {%- endfor %}</tbody></table></div>
+{%- if listed|length > most %}
+<p class='facts'>These are the first {{ whole(most) }} of {{ how_many(listed|length, 'sensor') }} to visit.
+The others stand with their reasons in the table of other sensors.</p>
+{%- endif %}
 {%- else %}
 <p>No sensor is on the list.</p>
 {%- endif %}
@@ -733,8 +737,17 @@ are independent and their scores normally distributed; similar nights in a row r
 def other_rows(sensors: Sequence[nights.SensorRow], last: str) -> list[str]:
     "Return sensors as lines of cells for the table that filters, as many as the page has room for."
     lines = [
-        f"{r.sensor}\t{r.visit}\t{'' if r.health == 'ok' else r.health}\t{r.evidence:.3g}\t{r.leak_score}\t{r.nights}"
-        f"\t{'' if r.last_night == last else r.last_night}"
+        "\t".join(
+            (
+                *(
+                    r.sensor,
+                    f"{r.visit}: {r.reason}" if r.visit else "",
+                    "" if r.health == "ok" else r.health,
+                ),
+                *(f"{r.evidence:.3g}", str(r.leak_score), str(r.nights)),
+                "" if r.last_night == last else r.last_night,
+            )
+        )
         for r in sensors
     ]
     sizes = np.cumsum([len(json.dumps(line)) + 1 for line in lines])
