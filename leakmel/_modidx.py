@@ -5197,6 +5197,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'leakmel/recordings/naming.py'),
                                            'leakmel.recordings.naming._columns': ( 'recordings/naming.html#_columns',
                                                                                    'leakmel/recordings/naming.py'),
+                                           'leakmel.recordings.naming._compiled': ( 'recordings/naming.html#_compiled',
+                                                                                    'leakmel/recordings/naming.py'),
                                            'leakmel.recordings.naming._ends': ( 'recordings/naming.html#_ends',
                                                                                 'leakmel/recordings/naming.py'),
                                            'leakmel.recordings.naming._expressions': ( 'recordings/naming.html#_expressions',

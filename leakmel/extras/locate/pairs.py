@@ -620,11 +620,11 @@ def correlate_pairs(
     with _state(target) as db, Progress(None, label="pairs", unit="pairs", show=progress, after_s=1.0) as bar:
         n_added, problems = _add_nights(db, table, _Reader(root), nights, clock_error_s, bar)
         after, speeds = _told_speeds(db, table, clock_error_s)
-        found = [(pair, nights_of(db, pair)) for pair in after]
+        found = ((pair, nights_of(db, pair)) for pair in after)
         rows = [_row(pair, own, clock_error_s, distance_error_m, budget) for pair, own in found if own]
-        sql = "SELECT count(*) FROM nights WHERE a = ? AND b = ? AND pipes <> ?"
-        n_left = sum(db.execute(sql, (p.a, p.b, p.digest)).fetchone()[0] > 0 for p in after)
-        problems.update({_OTHER_PIPES: n_left} if n_left else {})
-        problems.update(_without_night([pair for pair, own in found if not own], nights))
+        others = "SELECT 1 FROM nights WHERE a = ? AND b = ? AND pipes <> ? LIMIT 1"
+        problems.update(_OTHER_PIPES for p in after if db.execute(others, (p.a, p.b, p.digest)).fetchone())
+        heard = {(row.a, row.b) for row in rows}
+        problems.update(_without_night([p for p in after if (p.a, p.b) not in heard], nights))
         write_whole(target / EVENTS_FILE, json.dumps(events_geojson(rows, places or {})) + "\n")
     return PairsRun(root, target, tuple(rows), tuple(speeds), n_added, problems)
