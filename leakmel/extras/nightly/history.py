@@ -463,8 +463,8 @@ class History:
             with self._errors():
                 found = read_part(self.db, self.path, name)
             if found is not None and "sensor" in found.packed:
-                sensor, n_flags = found["sensor"], 1 << len(FLAGS)
-                fits = len(sensor) == len(found["flags"]) and found["flags"].max(initial=0) < n_flags
+                sensor = found["sensor"]
+                fits = len(sensor) == len(found["flags"]) and found["flags"].max(initial=0) < 1 << len(FLAGS)
                 if not (fits and sensor.min(initial=0) >= 0 and sensor.max(initial=-1) < len(self.sensors())):
                     raise _refused(self.path, "the parts do not belong together", name)
             if len(self.parts) >= max(_KEPT, _KEPT_BYTES // max(1, self.path.stat().st_size // 365)):
