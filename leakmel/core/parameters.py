@@ -220,17 +220,19 @@ _TOP_LEVEL = re.compile(r"^[^\s)#]", re.MULTILINE)
 
 def _definition_of(part: Any) -> tuple[list[str], Any]:
     "Return source lines and syntax tree of a class or function; raises OSError or TypeError where there is no source."
-    source = textwrap.dedent(inspect.getsource(_place_of(part)))
-    if begin := re.search(rf"^class {part.__name__}\b", source, re.MULTILINE):  # `inspect` parses the module
-        end = _TOP_LEVEL.search(source, begin.end())
-        source = source[begin.start() : end and end.start()]
+    source = _class_source(part) or textwrap.dedent(inspect.getsource(part))
     return source.splitlines(), ast.parse(source).body[0]
 
 
-def _place_of(part: Any) -> Any:
-    "Return what to read for the source of a class or function: of a class its module, which takes less time."
-    is_simple = inspect.isclass(part) and part.__module__ != "__main__" and part.__qualname__ == part.__name__
-    return sys.modules[part.__module__] if is_simple else part
+def _class_source(part: Any) -> str:
+    "Return the source of a class at the top of a module, for which `inspect` parses the module; else empty."
+    if not inspect.isclass(part) or part.__module__ == "__main__":
+        return ""
+    source = inspect.getsource(sys.modules[part.__module__])
+    if not (begin := re.search(rf"^class {part.__qualname__}\b", source, re.MULTILINE)):
+        return ""
+    end = _TOP_LEVEL.search(source, begin.end())
+    return source[begin.start() : end and end.start()]
 
 
 def source_comments(value: Any) -> dict[str, str]:

@@ -243,7 +243,7 @@ def test_timeline_separates_copies_and_computing(
     # late, so that one device does not take all batches; on a busy machine it may, so there are several tries
     used = devices(*(Faults(delay_s=0.004, seed=k) for k in range(n_devices)))
     names = {device.name for device in used}
-    for k in range(25):
+    for k in range(100):
         spans = build(demo, tmp_path / str(k), batch_accumulation=together, slots=12)[0].timeline.spans
         lanes = {s.lane for s in spans if s.stage in ("copy_in", "compute", "copy_out")}
         assert lanes <= names
