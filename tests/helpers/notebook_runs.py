@@ -81,7 +81,14 @@ def papermill(
     if data:
         env["LEAKMEL_DATA"] = str(data)
     argv = ["papermill", notebook, out, "--no-progress-bar", *args]
-    done = forks().run(code=AS_TYPED.format(env=env, cwd=str(project / "nbs"), argv=argv), seconds=240)
+    code = AS_TYPED.format(env=env, cwd=str(project / "nbs"), argv=argv)
+    for seconds in (
+        150,
+        240,
+    ):  # now and then papermill waits for an answer of a kernel that is idle and shows widgets
+        done = forks().run(code=code, seconds=seconds)
+        if not done.hung:
+            break
     assert not done.hung, done.err
     return Run(done.status, done.out + done.err, project / "nbs" / out, project)
 
