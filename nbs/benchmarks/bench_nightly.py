@@ -406,6 +406,21 @@ def _learn(new: dict[str, list[Any]], files: Any, *_: Any) -> None:
     vars(files).update(new)
 
 
+def _timed_night(k: int, sensors: int, kept: int, detector: Any, state: str) -> tuple[Any, float]:
+    "Run night k of a synthetic fleet without reading audio; return its result and its seconds."
+    found, new = _year_night(k, sensors, kept), _year_scores(k, sensors)
+    began = time.perf_counter()
+    with (
+        mock.patch.object(nightly_run, "find_recordings", return_value=found),
+        mock.patch.object(nightly_run, "read_new", partial(_learn, new)),
+        mock.patch.object(nightly_run, "_clips", return_value={}),
+    ):
+        done = nightly_run.nightly(
+            "/nowhere", detector, state, time_from="file", device="cpu", progress="none"
+        )
+    return done, time.perf_counter() - began
+
+
 def bench_year(
     work: Path, sensors: int, nights: int, kept: int, log: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -415,17 +430,8 @@ def bench_year(
     last: Any = None
     with tempfile.TemporaryDirectory(dir=work) as state:
         for k in range(nights):
-            found, new = _year_night(k, sensors, kept), _year_scores(k, sensors)
-            began = time.perf_counter()
-            with (
-                mock.patch.object(nightly_run, "find_recordings", return_value=found),
-                mock.patch.object(nightly_run, "read_new", partial(_learn, new)),
-                mock.patch.object(nightly_run, "_clips", return_value={}),
-            ):
-                last = nightly_run.nightly(
-                    "/nowhere", detector, state, time_from="file", device="cpu", progress="none"
-                )
-            seconds.append(time.perf_counter() - began)
+            last, took = _timed_night(k, sensors, kept, detector, state)
+            seconds.append(took)
             if k % 60 == 59:
                 log(f"night {k + 1}: {sum(seconds):.0f} s")
         size = (Path(state) / "history.sqlite").stat().st_size
@@ -464,17 +470,8 @@ def bench_fleet(
         file = Path(state) / "history.sqlite"
         sizes = [file.stat().st_size]
         for k in range(recorded, recorded + 2):
-            found, new = _year_night(k, sensors, kept), _year_scores(k, sensors)
-            began = time.perf_counter()
-            with (
-                mock.patch.object(nightly_run, "find_recordings", return_value=found),
-                mock.patch.object(nightly_run, "read_new", partial(_learn, new)),
-                mock.patch.object(nightly_run, "_clips", return_value={}),
-            ):
-                last = nightly_run.nightly(
-                    "/nowhere", detector, state, time_from="file", device="cpu", progress="none"
-                )
-            seconds.append(time.perf_counter() - began)
+            last, took = _timed_night(k, sensors, kept, detector, state)
+            seconds.append(took)
             log(f"night {k + 1}: {seconds[-1]:.1f} s")
         with History(state) as history:
             sql = "SELECT avg(length(content)) FROM parts WHERE name < 'a'"
