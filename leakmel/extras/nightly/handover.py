@@ -253,7 +253,8 @@ def _send(
 ) -> None:
     "Send a message; a future gets what came of it."
     try:
-        ended.set_result(send(notify, message))
+        send(notify, message)
+        ended.set_result(None)
     except BaseException as e:
         ended.set_exception(e)
 
