@@ -3428,6 +3428,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'leakmel/extras/nightly/run.py'),
                                             'leakmel.extras.nightly.run._find': ( 'extras/nightly/run.html#_find',
                                                                                   'leakmel/extras/nightly/run.py'),
+                                            'leakmel.extras.nightly.run._joined': ( 'extras/nightly/run.html#_joined',
+                                                                                    'leakmel/extras/nightly/run.py'),
                                             'leakmel.extras.nightly.run._keep_files': ( 'extras/nightly/run.html#_keep_files',
                                                                                         'leakmel/extras/nightly/run.py'),
                                             'leakmel.extras.nightly.run._keep_rules': ( 'extras/nightly/run.html#_keep_rules',

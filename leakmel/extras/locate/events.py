@@ -37,11 +37,10 @@ def levels_over_pipe(
     most_s: float,
     curve: bytes,  # [N_DELAYS] int8
 ) -> np.ndarray:
-    "Return a correlogram at delays from -most_s to most_s over the positions of a pipe, by the root of its height, [N_PLACES] uint8; where it is negative, 0."
+    "Return a correlogram at delays from -most_s to most_s over the positions of a pipe, [N_PLACES] uint8: roots, which show low heights too."
     places = [route.usual_place(delay, REFERENCE_HZ) for delay in np.linspace(-most_s, most_s, N_DELAYS)]
     at = (np.arange(N_PLACES) + 0.5) * route.length_m / N_PLACES
     heights = np.interp(at, places, np.frombuffer(curve, np.int8)).clip(0)
-    # the root shows low ones too
     return (255 * np.sqrt(heights / 127)).astype(np.uint8)
 
 # %% ../../../nbs/extras/locate/events.ipynb #ev500006
@@ -119,7 +118,7 @@ _VERDICTS = ("leak", "outside", "clock", "same-recording", "hum", "none")
 _EVENT = """{% macro player(name, src) %}<p class='name'>{{ name }}</p><audio controls preload='none' src='{{ src }}'></audio>{% endmacro %}
 <section><h2>{{ row.event[:1] | upper }}{{ row.event[1:] }}</h2><div class='event'>{{ picture }}<div>
 <p class='facts'>Verdict {{ row.verdict }}; {{ how_many(row.n_nights, 'night') }} known. Pipe of {{ '%g' % row.length_m }} m from {{ row.a }} to {{ row.b }}:
-{% for s in sections %}{{ '%g' % s.length_m }} m {{ s.pipe }} ({{ '%.0f' % s.usual_m_s }} m/s){{ ', ' if not loop.last }}{% endfor %}</p>
+{% for s in route.sections %}{{ '%g' % s.length_m }} m {{ s.pipe }} ({{ '%.0f' % s.usual_m_s }} m/s){{ ', ' if not loop.last }}{% endfor %}</p>
 {%- if sounds %}
 <p class='facts'>Night of {{ sounds.night }}. The loggers have {{ '%.0f to %.0f' % sounds.band_hz }} Hz in common; only this band:</p>
 {%- for name, near, _ in sounds.players %}{{ player(name, near) }}{% endfor %}
@@ -169,8 +168,7 @@ def _fitting(parts: Iterable[str], most: int) -> list[str]:
 
 
 def _event_html(event: Event) -> str:
-    given = {"row": event.row, "sections": event.route.sections, "sounds": event.sounds}
-    return filled(_EVENT, picture=event_picture(event), how_many=how_many, **given)
+    return filled(_EVENT, picture=event_picture(event), how_many=how_many, **event._asdict())
 
 
 def pairs_page(

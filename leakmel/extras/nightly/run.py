@@ -617,15 +617,13 @@ _TEMPLATE = """
 <circle cx='{{ points[-1][0] }}' cy='{{ points[-1][1] }}' r='2.5' class='dot'/></svg>{% endmacro %}
 <h1>Sensors to visit</h1>
 <p class='verdict{{ ' hot' if done.to_visit }}'>{{ done.headline }} after the night of {{ done.last_night or '(none)' }}</p>
+{%- for row in done.events[:most_outside] %}<p class='verdict hot'>Noise {{ row.event }}</p>{% endfor %}
+{%- if done.events %}
+<p class='facts'><a href='pairs/pairs.html'>Pictures and sounds of {{ how_many(done.events|length, 'place') }}</a></p>{% endif %}
 {%- for text in [done.common_rise, done.high_scores, done.first_nights] + done.warnings | list if text %}
 <p class='warning'>{{ text }}{% if drift and drift.has_model and text == drift.warning %}
 See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/retraining.ipynb</code>.{% endif %}</p>
 {%- endfor %}
-{%- if done.events %}
-<h2>Places between loggers</h2>
-<ul>{% for row in done.events[:most] %}<li>{{ row.event }}</li>{% endfor %}</ul>
-<p class='facts'><a href='pairs/pairs.html'>Pictures and sounds of {{ how_many(done.events|length, 'place') }}</a></p>
-{%- endif %}
 <p class='facts'>Budget: {{ '{:g}'.format(done.budget.per_100_nights) }} false visits per 100 sensor-nights, hence a limit of
 {{ whole(limit) }} for the evidence. Audit visits are chosen at random
 ({{ whole(listed|selectattr('visit', 'eq', 'audit')|list|length) }}): they show what the list misses. The budget holds if the nights of a sensor
@@ -855,7 +853,7 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
     return target
 
 
-def write_tables(done: NightlyRun, page: str, labels: str, places: Mapping[str, Place]) -> None:
+def write_tables(done: NightlyRun, clips: dict[str, Any], labels: str, places: Mapping[str, Place]) -> None:
     """Write sensors.csv, sensors.json, visits.html, with visits visit_labels.csv, with longitudes visits.geojson.
 
     Raises OutputError, SpaceError.
@@ -863,7 +861,7 @@ def write_tables(done: NightlyRun, page: str, labels: str, places: Mapping[str, 
     texts = {
         SENSORS_CSV: done.table.to_csv(index=False),
         SENSORS_JSON: json.dumps(done.body, ensure_ascii=True) + "\n",
-        VISITS_HTML: page,
+        VISITS_HTML: visits_page(done, clips, places),
     }
     if labels:
         texts[VISIT_LABELS_CSV] = labels
@@ -986,35 +984,38 @@ def _refuse_other_model(history: History, digest: str, named: str) -> None:
 
 # %% ../../../nbs/extras/nightly/run.ipynb #79f71ba1
 _USABLE = "SELECT coalesce(sum(sensors), 0) FROM parts"  # sensor-nights
-_MOST_PROBLEMS = 3  # of pairs, that are notes
+
+
+def _joined(done: NightlyRun, found: Any) -> NightlyRun:
+    "Add the events of a `PairsRun`, also to the reasons of the sensors at their ends."
+    said: dict[str, list[str]] = defaultdict(list)
+    for event in found.events:
+        for name in event.row[:2]:
+            said[name].append(f"Noise {event.row.event}.")
+    rows = (replace(r, reason=" ".join((r.reason, *said[text_key(r.sensor)])).strip()) for r in done.sensors)
+    problems = (f"pairs: {text} ({how_many(n, 'pair')})" for text, n in islice(found.problems.items(), 3))
+    return replace(
+        done,
+        sensors=tuple(rows),
+        events=tuple(event.row._asdict() for event in found.events),
+        event_lines=tuple(found.layer["features"]),
+        notes=(*done.notes, *problems),
+    )
 
 
 def _locate(
-    done: NightlyRun,
-    pairs: str | os.PathLike,
-    manifest: Manifest | None,
-    places: Mapping[str, Place],
-    show: str,
+    done: NightlyRun, parts: Any, pairs: str | os.PathLike, manifest: Manifest | None, show: str
 ) -> NightlyRun:
-    "Correlate the pairs of a table and join the events with the sensors at their ends; what fails is a warning."
-    given = {"manifest": manifest, "places": in_degrees(places), "progress": show}
+    "Correlate pairs, and write the tables of `parts` again with the events; what fails is a warning."
+    given = {"manifest": manifest, "places": in_degrees(parts[-1]), "progress": show}
     try:
         # a public function: an extra imports no other one
-        found = leakmel.correlate_pairs(done.folder, pairs, done.state / PAIRS, **given)
+        done = _joined(done, leakmel.correlate_pairs(done.folder, pairs, done.state / PAIRS, **given))
     except LeakmelError as e:
         why = " ".join(str(e).split())
-        return replace(done, pairs_failed=f"the sensors are listed, but pairs were not correlated: {why}")
-    events = tuple(event.row._asdict() for event in found.events)
-    problems = islice(found.problems.items(), _MOST_PROBLEMS)
-    notes = [f"pairs: {text} ({how_many(n, 'pair')})" for text, n in problems]
-    of_sensor: dict[str, list[str]] = defaultdict(list)
-    for row in events:
-        of_sensor[row["a"]].append(f"Noise {row['event']}.")
-        of_sensor[row["b"]].append(f"Noise {row['event']}.")
-    own = ((r, filter(None, (r.reason, *of_sensor.get(text_key(r.sensor), ())))) for r in done.sensors)
-    rows = tuple(replace(r, reason=" ".join(texts)) for r, texts in own)
-    lines = tuple(found.layer["features"])
-    return replace(done, sensors=rows, events=events, event_lines=lines, notes=(*done.notes, *notes))
+        done = replace(done, pairs_failed=f"the sensors are listed, but pairs were not correlated: {why}")
+    write_tables(done, *parts)
+    return done
 
 
 def nightly(
@@ -1097,10 +1098,10 @@ def nightly(
             site_outlook=site_outlook(labelled),
         )
         places = _places(rows, manifest)
-        done = done if pairs is None else _locate(done, pairs, manifest, places, progress)
         visited_on = {sensor: nights_of[-1] for sensor, nights_of in nights.stored_visits(history).items()}
-        labels = visit_labels(labelled, detector) if tables else ""
-        write_tables(done, visits_page(done, _clips(done, files.paths, spec), places), labels, places)
+        parts = (_clips(done, files.paths, spec), visit_labels(labelled, detector) if tables else "", places)
+        write_tables(done, *parts)
+        done = done if pairs is None else _locate(done, parts, pairs, manifest, progress)
     messages = None if notify is None else deliver(notify, done.to_visit, target, places, visited_on)
     return replace(done, messages=messages, seconds=time.perf_counter() - began)
 
