@@ -800,7 +800,7 @@ class Nightly(Operation):
     # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit), optionally outcome, as leakmel visited writes it: the
     # evidence of these sensors starts again; read after visits.csv of the state folder, which it corrects, except where that has a later entry (column when)
     visited: str | None = option(None, metavar="FILE")
-    # table of pairs of neighbouring loggers, as for leakmel correlate --pairs: their new nights are correlated too, and places that repeat join the list
+    # table of pairs of neighbouring loggers, as for leakmel correlate --pairs: tells where between them a source repeats
     pairs: str | None = option(None, metavar="FILE")
     # data set that drift is measured against, for example the training set, with a model only; it is stored in the state folder (default: the first 28 nights)
     reference: str | None = option(None, metavar="FILE")

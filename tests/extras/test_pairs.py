@@ -542,7 +542,7 @@ def test_hostile_names_of_loggers_are_text(tmp_path: Path) -> None:
     event = event._replace(route=sections.Route((section, section)))
     speed = pairs_of.PipeSpeed(bad, bad, 1.0, 2.0, 3.0, 1)
     other = pairs_of.PairRow("B", bad, 1.0, None, None, None, "none", 1, None)
-    given = {
+    given: dict[str, Any] = {
         "pairs": (event.row, other),
         "speeds": (speed,),
         "n_added": 0,

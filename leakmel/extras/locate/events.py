@@ -88,7 +88,7 @@ _PICTURE = """{%- macro x(m) %}{{ (84 + 320 * m / length_m) | round(1) }}{% endm
 <line x1='{{ x(m) }}' x2='{{ x(m) }}' y1='58' y2='{{ end }}' stroke='#ff8a80' stroke-dasharray='3 3'/>{% endfor %}
 <g fill='var(--hot, #b3261e)' font-weight='600'>
 {{- text([110, [378, 84 + 320 * row.position_m / length_m] | min] | max | round(1), 27, '%.0f m' % row.position_m) }}</g>
-{%- for m in steps %}<line x1='{{ x(m) }}' x2='{{ x(m) }}' y1='{{ end }}' y2='{{ end + 5 }}' stroke='currentColor'/>{{ text(x(m), end + 18, '%g' % m) }}{% endfor %}
+{%- for m in steps %}<path d='M{{ x(m) }} {{ end }}v5' stroke='currentColor'/>{{ text(x(m), end + 18, '%g' % m) }}{% endfor %}
 {{ text(244, end + 35, 'position from ' ~ row.a | truncate(24) ~ ' (m)') }}</svg>"""
 
 
@@ -140,17 +140,18 @@ h2 { overflow-wrap: anywhere; } .event { display: flex; flex-wrap: wrap; gap: 1r
 {%- for text, n in problems %}
 <p class='warning'>{{ text }} ({{ how_many(n, 'pair') }})</p>
 {%- endfor %}
-<p class='facts'>Budget of false events: {{ '%g' % done.budget }} per 1,000 nights of a pair. In the pictures, bright: the sounds of both loggers agree; dots: the position by
-one night; red: the position by all nights with its 95 % interval.</p>
+<p class='facts'>Budget: {{ '%g' % done.budget }} false events per 1,000 nights of pairs. In the pictures, bright: both loggers agree; dots: the position
+by one night; red: the position by all nights with its 95 % interval.</p>
 {%- for s in speeds %}
-<p class='facts'>{{ s.pipe }}, line of {{ s.line }}: {{ '%.0f m/s (%.0f to %.0f)' % (s.speed_m_s, s.low_m_s, s.high_m_s) }}, by {{ how_many(s.n_pairs, 'pair') }}</p>
+<p class='facts'>{{ s.pipe }}, line of {{ s.line }}: {{ '%.0f (%.0f to %.0f) m/s' % (s.speed_m_s, s.low_m_s, s.high_m_s) }},
+{{ how_many(s.n_pairs, 'pair') }}</p>
 {%- endfor %}
 {{- shown | join | safe }}
 {%- if rows %}
 <h2>Other pairs</h2>
 <p class='facts'>{{ '{:,}'.format(rows | length) }} of {{ '{:,}'.format(n_others) }}; leakmel correlate --json has all.</p>
-<div class='scroll'><table><thead><tr><th>a</th><th>b</th><th class='n'>pipe, m</th><th>verdict</th><th>position from a</th><th class='n'>nights</th><th>event</th></tr>
-</thead><tbody>{{ rows | join | safe }}</tbody></table></div>
+<div class='scroll'><table><thead><tr><th>a</th><th>b</th><th class='n'>pipe, m</th><th>verdict</th><th>position from a</th><th class='n'>nights</th>
+<th>event</th></tr></thead><tbody>{{ rows | join | safe }}</tbody></table></div>
 {%- endif %}
 <footer>leakmel {{ version }}</footer></body></html>
 """

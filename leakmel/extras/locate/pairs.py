@@ -264,8 +264,11 @@ class _Reader:
             for name, timed, skip_s in zip(
                 pair[:2], taken[:2], (taken.offset_s, -taken.offset_s), strict=True
             ):
-                given = (*self.samples[timed.path,], max(0.0, skip_s))
-                players.append((name, *(events.sound_address(*given, band) for band in (band_hz, None))))
+                samples, rate = self.samples[timed.path,]
+                near, whole = (
+                    events.sound_address(samples, rate, max(0.0, skip_s), band) for band in (band_hz, None)
+                )
+                players.append((name, near, whole))
         except LeakmelError:
             return None
         return Sounds(night, band_hz, players)

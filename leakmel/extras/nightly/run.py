@@ -1007,7 +1007,7 @@ def _locate(
     done: NightlyRun, parts: Any, pairs: str | os.PathLike, manifest: Manifest | None, show: str
 ) -> NightlyRun:
     "Correlate pairs, and write the tables of `parts` again with the events; what fails is a warning."
-    given = {"manifest": manifest, "places": in_degrees(parts[-1]), "progress": show}
+    given: dict[str, Any] = {"manifest": manifest, "places": in_degrees(parts[-1]), "progress": show}
     try:
         # a public function: an extra imports no other one
         done = _joined(done, leakmel.correlate_pairs(done.folder, pairs, done.state / PAIRS, **given))
