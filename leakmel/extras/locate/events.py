@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/extras/locate/events.ipynb #ev500002
 import base64
 from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -35,13 +35,16 @@ Event = namedtuple("Event", "row route nights sounds")
 def levels_over_pipe(
     route: Route,
     most_s: float,
-    curve: bytes,  # [N_DELAYS] int8
+    curves: Sequence[bytes],  # [N_DELAYS] int8 each
 ) -> np.ndarray:
-    "Return a correlogram at delays from -most_s to most_s over the positions of a pipe, [N_PLACES] uint8: roots, which show low heights too."
-    places = [route.usual_place(delay, REFERENCE_HZ) for delay in np.linspace(-most_s, most_s, N_DELAYS)]
+    "Return correlograms at delays from -most_s to most_s over a pipe, [B, N_PLACES] uint8: roots, which show low heights too."
+    times = route.lengths_m * route.slowness(np.array([REFERENCE_HZ]))[:, 0]
+    ends = (np.concatenate([[0.0], x.cumsum()]) for x in (route.lengths_m, 2 * times))
     at = (np.arange(N_PLACES) + 0.5) * route.length_m / N_PLACES
-    heights = np.interp(at, places, np.frombuffer(curve, np.int8)).clip(0)
-    return (255 * np.sqrt(heights / 127)).astype(np.uint8)
+    delays = np.interp(at, *ends) - times.sum()
+    grid = np.linspace(-most_s, most_s, N_DELAYS)
+    heights = [np.interp(delays, grid, np.frombuffer(curve, np.int8)).clip(0) for curve in curves]
+    return (255 * np.sqrt(np.array(heights) / 127)).astype(np.uint8)
 
 # %% ../../../nbs/extras/locate/events.ipynb #ev500006
 MAX_CLIP_BYTES = 80_000  # of the samples of a player

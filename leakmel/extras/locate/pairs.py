@@ -553,10 +553,12 @@ def _events(
         if row.event is None:
             continue
         pair, most_s = routes[row.a, row.b]
+        own = nights_of(db, pair)[-RECENT_NIGHTS:]
         drawn = []
-        for r in nights_of(db, pair)[-RECENT_NIGHTS:]:
+        for r, levels in zip(
+            own, events.levels_over_pipe(pair.route, most_s, [r.curve for r in own]), strict=True
+        ):
             at = pair.route.usual_place(r.delay_s, r.centre_hz) if r.verdict == "found" else None
-            levels = events.levels_over_pipe(pair.route, most_s, r.curve)
             drawn.append(Night(r.night, r.verdict, at, levels))
         n_found = sum(night.position_m is not None for night in drawn)
         found.append((-n_found, row.high_m - row.low_m, Event(row, pair.route, drawn, None)))
