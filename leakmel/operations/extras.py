@@ -837,8 +837,6 @@ class Nightly(Operation):
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Score, and write the tables and summary.json into the state folder."
-        from leakmel.extras.nightly.run import PAIRS
-
         done = lm.nightly(**plan.given, progress=run.progress)
         body = {"ok": not done.pairs_failed} | done.summary
         write_summary(plan.out, body)
@@ -848,7 +846,7 @@ class Nightly(Operation):
             # says more on what failed, and goes on when it is mended
             named = values_of(self, "pairs table pattern")
             given = [word for name, x in named.items() if x is not None for word in (f"--{name}", x)]
-            words = ["correlate", folder, *given, "--state", done.state / PAIRS]
+            words = ["correlate", folder, *given, "--state", done.state / "pairs"]
         text = run.answer([done.text()], next=shlex.join(["leakmel", *map(show_path, words)]))
         is_found = self.exit_code and (done.to_visit or done.events)
         return Outcome(done, body, text, 4 if is_found else 1 if done.pairs_failed else 0)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,9 @@ def test_a_failed_correlation_loses_no_sensor(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("  warning: the sensors are listed, but pairs were not correlated:")
     assert lines[-1].startswith("next: leakmel correlate ")
-    assert "--pairs" in lines[-1]
-    assert "--table" in lines[-1]
+    assert [word in lines[-1] for word in ("--pairs ", "--table ", f"--state {tmp_path / 'pairs'}")] == [
+        True
+    ] * 3
     assert len(json.loads((tmp_path / "sensors.json").read_text())["sensors"]) == 4
     assert "pairs were not correlated" in (tmp_path / "visits.html").read_text()
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -107,6 +109,18 @@ def test_a_correlation_that_is_stopped_leaves_the_list(
     assert len(json.loads((tmp_path / "sensors.json").read_text())["sensors"]) == 4
 
 
+@pytest.mark.slow
+def test_recordings_in_object_storage(
+    tmp_path: Path, line: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from object_server import stored
+
+    with stored(line[0], monkeypatch) as url:
+        done = lm.nightly(url, state=tmp_path, pairs=line[1], **QUIET)
+    assert [event["event"].startswith(PLACE) for event in done.events] == [True]
+    assert (tmp_path / "pairs" / "pairs.html").read_text().count("<audio") == 4
+
+
 def test_pairs_from_python(tmp_path: Path, line: tuple[Path, Path, Path]) -> None:
     recordings, pairs, _ = line
     done = lm.nightly(recordings, state=tmp_path, pairs=pairs, **QUIET)
@@ -115,4 +129,6 @@ def test_pairs_from_python(tmp_path: Path, line: tuple[Path, Path, Path]) -> Non
     absent = lm.nightly(recordings, state=tmp_path, pairs=pairs.with_name("none.csv"), **QUIET)
     assert "pairs were not correlated" in absent.warnings[0]
     assert (absent.events, len(absent.sensors)) == ((), 4)
+    many = replace(done, events=done.events * 5).text().splitlines()
+    assert many[3] == f"  and 3 more: {tmp_path / 'pairs'}"
     assert lm.nightly(recordings, state=tmp_path, **QUIET).body["events"] == []

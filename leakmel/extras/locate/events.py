@@ -22,7 +22,6 @@ from leakmel.pages.page_figures import PAGE_STYLE, axis_steps, filled, playback,
 from leakmel.recordings.wav import Recording
 
 # %% ../../../nbs/extras/locate/events.ipynb #ev500004
-N_DELAYS = 129  # that the state folder keeps of a night
 N_PLACES = 128  # columns of a picture
 # its date and verdict; position from a that its delay alone has with the usual speeds, m, or None; correlogram over the pipe, [N_PLACES] uint8
 Night = namedtuple("Night", "night verdict position_m levels")
@@ -35,15 +34,14 @@ Event = namedtuple("Event", "row route nights sounds")
 def levels_over_pipe(
     route: Route,
     most_s: float,
-    curves: Sequence[bytes],  # [N_DELAYS] int8 each
+    curves: Sequence[bytes],  # [129] int8 each
 ) -> np.ndarray:
     "Return correlograms at delays from -most_s to most_s over a pipe, [B, N_PLACES] uint8: roots, which show low heights too."
     times = route.lengths_m * route.slowness(np.array([REFERENCE_HZ]))[:, 0]
-    ends = (np.concatenate([[0.0], x.cumsum()]) for x in (route.lengths_m, 2 * times))
     at = (np.arange(N_PLACES) + 0.5) * route.length_m / N_PLACES
-    delays = np.interp(at, *ends) - times.sum()
-    grid = np.linspace(-most_s, most_s, N_DELAYS)
-    heights = [np.interp(delays, grid, np.frombuffer(curve, np.int8)).clip(0) for curve in curves]
+    passed = np.interp(at, np.pad(route.lengths_m.cumsum(), (1, 0)), np.pad(times.cumsum(), (1, 0)))
+    grid = (np.linspace(-most_s, most_s, len(curves[0])) + times.sum()) / 2
+    heights = [np.interp(passed, grid, np.frombuffer(curve, np.int8)).clip(0) for curve in curves]
     return (255 * np.sqrt(np.array(heights) / 127)).astype(np.uint8)
 
 # %% ../../../nbs/extras/locate/events.ipynb #ev500006
@@ -58,16 +56,17 @@ def common_band(x: Spectra, y: Spectra) -> tuple[float, float]:
     return low, max(high, 1.2 * low)
 
 
-def sound_address(
+def sound_addresses(
     samples: np.ndarray,  # [N] float32
     rate: int,  # Hz
     skip_s: float,  # at the begin
-    band_hz: tuple[float, float] | None = None,
-) -> str:
-    "Return the address that holds the first seconds of a recording as a WAV file of the usual loudness, of a band or of all frequencies."
+    band_hz: tuple[float, float],
+) -> list[str]:
+    "Return the addresses that hold the first seconds of a recording as WAV files of the usual loudness: of a band, and of all frequencies."
     part_s = (skip_s, skip_s + MAX_CLIP_BYTES / 2 / rate)
-    sound, _ = playback(Recording(samples[:, None], rate, "", ""), band_hz or False, part_s=part_s)
-    return f"data:audio/wav;base64,{base64.b64encode(sound).decode()}"
+    recording = Recording(samples[:, None], rate, "", "")
+    sounds = (playback(recording, band, part_s=part_s)[0] for band in (band_hz, False))
+    return [f"data:audio/wav;base64,{base64.b64encode(sound).decode()}" for sound in sounds]
 
 # %% ../../../nbs/extras/locate/events.ipynb #ev500009
 _PICTURE = """{%- macro x(m) %}{{ (84 + 320 * m / length_m) | round(1) }}{% endmacro -%}
@@ -171,15 +170,13 @@ def _fitting(parts: Iterable[str], most: int) -> list[str]:
     return kept
 
 
-def _event_html(event: Event) -> str:
-    return filled(_EVENT, picture=event_picture(event), how_many=how_many, **event._asdict())
-
-
 def pairs_page(
     done: Any,  # a `PairsRun`
 ) -> str:
     "Return the HTML page of a run over all pairs."
-    shown = _fitting(map(_event_html, done.events[:IN_FULL]), MOST_EVENTS_BYTES)
+    drawn = ((event_picture(event), event._asdict()) for event in done.events[:IN_FULL])
+    texts = (filled(_EVENT, picture=picture, how_many=how_many, **given) for picture, given in drawn)
+    shown = _fitting(texts, MOST_EVENTS_BYTES)
     in_full = {event.row for event in done.events[: len(shown)]}
     others = [row for row in done.pairs if row not in in_full]
     others.sort(key=lambda row: (row.event is None, _VERDICTS.index(row.verdict)))

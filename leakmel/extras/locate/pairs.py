@@ -39,6 +39,7 @@ from leakmel.core.errors import (
 from leakmel.core.files import OutputLock, write_errors, write_whole
 from leakmel.core.monitor import usable_cores
 from leakmel.core.progress import Progress
+from leakmel.core.store import Folder
 from leakmel.detector.model.files import require_result
 from leakmel.detector.predict.scoring import find_recordings
 from leakmel.extras.locate import events, sections
@@ -143,7 +144,7 @@ def recordings_of_nights(
             manifest = scan(folder, pattern=pattern, with_labels=False, progress=progress)
             listed = find_recordings(folder, manifest=manifest, progress=progress)
     found: dict[str, dict[str, list[Timed]]] = defaultdict(lambda: defaultdict(list))
-    root = Path(listed.listing.folder)
+    root = listed.listing.folder
     for path, name, *version in zip(
         listed.listing.paths,
         listed.names,
@@ -202,14 +203,16 @@ class _Kept(dict):
 class _Reader:
     "Recordings of a folder and their spectra; those that were used last are kept."
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Folder):
         self.folder = folder
         self.samples = _Kept(self._samples)
         self.spectra = _Kept(self._spectra)
 
     def _samples(self, path: str) -> tuple[np.ndarray, int]:
         "Return samples [N] float32 and their rate, Hz; raises LeakmelError."
-        found = read_wav(self.folder / path)
+        name = os.fsencode(path)
+        with self.folder.local([name]) as local:
+            found = read_wav(local[name])
         samples = found.samples[:, 0].astype(np.float32)
         if not len(samples) or samples.min() == samples.max():
             raise DataError("all samples of the recording are equal", code="silent-recording", path=path)
@@ -265,10 +268,7 @@ class _Reader:
                 pair[:2], taken[:2], (taken.offset_s, -taken.offset_s), strict=True
             ):
                 samples, rate = self.samples[timed.path,]
-                near, whole = (
-                    events.sound_address(samples, rate, max(0.0, skip_s), band) for band in (band_hz, None)
-                )
-                players.append((name, near, whole))
+                players.append((name, *events.sound_addresses(samples, rate, max(0.0, skip_s), band_hz)))
         except LeakmelError:
             return None
         return Sounds(night, band_hz, players)
@@ -701,8 +701,9 @@ def correlate_pairs(
             path=target,
         )
     require_result(target / PAGE_FILE, "page of pairs", PAGE_BEGINS.encode())
-    reader = _Reader(root)
-    with _state(target) as db, Progress(None, label="pairs", unit="pairs", show=progress, after_s=1.0) as bar:
+    bar = Progress(None, label="pairs", unit="pairs", show=progress, after_s=1.0)
+    with _state(target) as db, bar, Folder(root) as opened:
+        reader = _Reader(opened)
         n_added, problems = _add_nights(db, table, reader, nights, clock_error_s, bar)
         after, speeds = _told_speeds(db, table, clock_error_s)
         found = ((pair, nights_of(db, pair)) for pair in after)

@@ -467,7 +467,7 @@ class NightlyRun:
                 *[f"  warning: {self.messages}"] * bool(self.messages and self.messages.left),
                 *[f"  warning: {self.pairs_failed}"] * bool(self.pairs_failed),
                 *(f"  noise {row['event']}" for row in self.events[:2]),
-                *[f"  and {how_many(len(self.events) - 2, 'more place')}: {show_path(self.state / PAIRS)}"]
+                *[f"  and {len(self.events) - 2:,} more: {show_path(self.state / PAIRS)}"]
                 * (len(self.events) > 2),
                 *(f"  {text}" for text in (self.common_rise, self.high_scores, start) if text),
                 *[f"  repairs: {'; '.join(repairs)}{' ...' * (len(self.repairs) > MAX_NAMED)}"]
