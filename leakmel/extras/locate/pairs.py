@@ -549,9 +549,7 @@ def _events(
     "Return what the page shows of the pairs with an event: those of most nights first, and of these the one with the shortest interval."
     routes = {(pair.a, pair.b): (pair, first.route.most_s) for pair, first in zip(pairs, given, strict=True)}
     found = []
-    for row in rows:
-        if row.event is None:
-            continue
+    for row in (row for row in rows if row.event):
         pair, most_s = routes[row.a, row.b]
         own = nights_of(db, pair)[-RECENT_NIGHTS:]
         drawn = []
