@@ -73,7 +73,7 @@ _PICTURE = """{%- macro x(m) %}{{ (84 + 320 * m / length_m) | round(1) }}{% endm
 {%- macro text(at, y, what, anchor='middle') -%}
 <text x='{{ at }}' y='{{ y }}' text-anchor='{{ anchor }}'>{{ what }}</text>{% endmacro -%}
 {%- set end = 60 + 14 * nights | length -%}
-<svg class='pipe' viewBox='0 0 488 {{ end + 40 }}' fill='currentColor' font-size='12' role='img'><title>{{ row.event }}</title>
+<svg class='pipe' viewBox='0 0 504 {{ end + 40 }}' fill='currentColor' font-size='12' role='img'><title>{{ row.event }}</title>
 {{ text(84, 12, row.a | truncate(24), 'start') }}{{ text(404, 12, row.b | truncate(24), 'end') }}
 {%- for start, s in sections %}
 <rect x='{{ x(start) }}' y='36' width='{{ (320 * s.length_m / length_m) | round(1) }}' height='14' fill='var(--dim, #5d666f)'
