@@ -1,11 +1,15 @@
-"""All pairs of a table every night: simulated pipes, sections, speeds of a line, events, state, faults."""
+"""All pairs of a table every night: simulated pipes, sections, speeds of a line, events, page, state, faults."""
 
+import base64
+import io
 import json
 import math
+import re
 import sqlite3
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ from pipe_world import RATE, Case, Section, make_case, make_night
 from scipy.signal import resample_poly
 from scipy.stats import binom
 
+from leakmel.extras.locate import events as pages
 from leakmel.extras.locate import pairs as pairs_of
 from leakmel.extras.locate import sections
 from leakmel.extras.locate.pairs import EVENTS_FILE, STATE_FILE, NightRow, read_pairs, repeat_of, section_of
@@ -459,3 +464,103 @@ def test_command_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([*words, "--distance-m", "3"]) == 2
     assert main([*words, "--method", "phat"]) == 2
     assert main(["correlate", "a.wav", "--state", "x", "--distance-m", "3"]) == 2
+
+
+# ---- page
+
+
+def sound_of(address: str) -> tuple[np.ndarray, int]:
+    """Return samples and rate of a player."""
+    return soundfile.read(io.BytesIO(base64.b64decode(address.removeprefix("data:audio/wav;base64,"))))
+
+
+def test_page_of_an_event(tmp_path: Path) -> None:
+    """Picture, interval, nights and sounds; once the recordings are gone, no sounds."""
+    recordings, table = line_of(tmp_path, 1.1, 2)
+    write_night(recordings, 2, make_night(99, make_case(0).sections[0], PLACES, None))
+    done = correlate(recordings, table)
+    (event,) = done.events
+    page = done.page.read_text()
+    assert page == pages.pairs_page(done)
+    assert f"<h2>B{event.row.event[1:]}</h2>" in page
+    assert [night.verdict for night in event.nights][:2] == ["found"] * 2
+    peaks = [(n.levels.argmax() + 0.5) * 60 / pages.N_PLACES for n in event.nights[:2]]
+    assert peaks == pytest.approx([n.position_m for n in event.nights[:2]], abs=1.5)
+    assert page.count("<circle") == 2
+    assert [text in page for text in ("2025-11-09", "2025-11-11", "no place at", "No sounds")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert event.sounds.night == "2025-11-10"
+    low, high = event.sounds.band_hz
+    for name, near, whole in event.sounds.players:
+        (x, rate), (y, _) = sound_of(near), sound_of(whole)
+        assert (name in page, rate, len(x)) == (True, RATE, len(y))
+        f = np.fft.rfftfreq(len(x), 1 / rate)
+        outside = (f < 0.5 * low) | (f > 2 * high)
+        shares = [
+            (np.abs(np.fft.rfft(z)) ** 2 @ outside) / np.square(np.abs(np.fft.rfft(z))).sum() for z in (x, y)
+        ]
+        assert shares[0] < 0.01 < 0.05 < shares[1]
+    assert done._repr_html_().count("<svg") == 1
+    assert done.table["event"].notna().tolist() == [True, False, False]
+    for path in recordings.glob("LOG1001*"):
+        path.unlink()
+    again = correlate(recordings, table)
+    assert again.events[0].sounds is None
+    assert "No sounds" in again.page.read_text()
+
+
+def made_event(k: int, name: str, sounds: Any = None) -> Any:
+    """Return an event of 30 nights."""
+    row = pairs_of.PairRow(name, "B", 100.0, 40.0, 38.0, 43.0, "leak", 30, f"between {name} and B, {k}")
+    levels = np.random.default_rng(k).integers(0, 255, pages.N_PLACES).astype(np.uint8)
+    nights = [pages.Night("2025-11-09", "found", 40.0, levels)] * 30
+    return pages.Event(row, sections.Route((section_of(100.0, 1200.0),)), nights, sounds)
+
+
+def test_page_of_many_events_has_a_limit() -> None:
+    clip = "data:audio/wav;base64," + "A" * 110_000
+    sounds = pages.Sounds("2025-11-09", (80.0, 400.0), [("A", clip, clip), ("B", clip, clip)])
+    shown = [made_event(k, f"A{k}", sounds if k < pages.MAX_PLAYED else None) for k in range(300)]
+    quiet = [pairs_of.PairRow(f"Q{k}", "R", 9.0, None, None, None, "none", 1, None) for k in range(20_000)]
+    rows = [*quiet, *(event.row for event in shown)]
+    page = pages.pairs_page(SimpleNamespace(pairs=rows, events=shown, speeds=(), problems={}, budget=1.0))
+    assert 4_000_000 < len(page.encode()) < 5_000_000
+    n_full = page.count("<section>")
+    assert pages.MAX_PLAYED < n_full <= pages.IN_FULL
+    assert f"<td>between A{n_full} and B, {n_full}</td>" in page  # the others come first in the table
+    assert "20,200; leakmel correlate --json has all" in page
+
+
+def test_hostile_names_of_loggers_are_text(tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>'\"{{ 7 * 7 }}"
+    event = made_event(0, bad, pages.Sounds("2025-11-09", (80.0, 400.0), [(bad, "data:,", "data:,")]))
+    section = replace(event.route.sections[0], pipe=bad)
+    event = event._replace(route=sections.Route((section, section)))
+    speed = pairs_of.PipeSpeed(bad, bad, 1.0, 2.0, 3.0, 1)
+    other = pairs_of.PairRow("B", bad, 1.0, None, None, None, "none", 1, None)
+    given: dict[str, Any] = {
+        "pairs": (event.row, other),
+        "speeds": (speed,),
+        "n_added": 0,
+        "problems": {bad: 1},
+        "budget": 1.0,
+    }
+    done = pairs_of.PairsRun(tmp_path, tmp_path, **given, events=(event,), layer={})
+    for text in (pages.pairs_page(done), done._repr_html_()):
+        assert "<script" not in text
+        assert "{{ 7 * 7 }}" in text
+        assert "&lt;script&gt;" in text
+        assert not re.search("=[^'\"<>]*'[^'<>]*alert", text)
+
+
+def test_a_page_of_others_is_not_replaced(tmp_path: Path) -> None:
+    recordings, table = line_of(tmp_path, 1.0, 1)
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "pairs.html").write_text("<!doctype html><p>mine")
+    with pytest.raises(lm.LeakmelError) as error:
+        correlate(recordings, table)
+    assert error.value.code == "other-file-in-the-way"

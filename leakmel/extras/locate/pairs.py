@@ -6,6 +6,7 @@
 __all__ = ['correlate_pairs']
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100002
+import html
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xxhash
 from scipy import signal, sparse, special
 
@@ -37,9 +39,12 @@ from leakmel.core.errors import (
 from leakmel.core.files import OutputLock, write_errors, write_whole
 from leakmel.core.monitor import usable_cores
 from leakmel.core.progress import Progress
+from leakmel.core.store import Folder
+from leakmel.detector.model.files import require_result
 from leakmel.detector.predict.scoring import find_recordings
-from leakmel.extras.locate import sections
+from leakmel.extras.locate import events, sections
 from leakmel.extras.locate.correlate import WaveSpeed, wave_speed
+from leakmel.extras.locate.events import MAX_PLAYED, PAGE_BEGINS, Event, Night, Sounds
 from leakmel.extras.locate.sections import Route, Section
 from leakmel.recordings.manifest import Manifest, scan
 from leakmel.recordings.naming import guess_pattern
@@ -139,7 +144,7 @@ def recordings_of_nights(
             manifest = scan(folder, pattern=pattern, with_labels=False, progress=progress)
             listed = find_recordings(folder, manifest=manifest, progress=progress)
     found: dict[str, dict[str, list[Timed]]] = defaultdict(lambda: defaultdict(list))
-    root = Path(listed.listing.folder)
+    root = listed.listing.folder
     for path, name, *version in zip(
         listed.listing.paths,
         listed.names,
@@ -198,14 +203,16 @@ class _Kept(dict):
 class _Reader:
     "Recordings of a folder and their spectra; those that were used last are kept."
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Folder):
         self.folder = folder
         self.samples = _Kept(self._samples)
         self.spectra = _Kept(self._spectra)
 
     def _samples(self, path: str) -> tuple[np.ndarray, int]:
         "Return samples [N] float32 and their rate, Hz; raises LeakmelError."
-        found = read_wav(self.folder / path)
+        name = os.fsencode(path)
+        with self.folder.local([name]) as local:
+            found = read_wav(local[name])
         samples = found.samples[:, 0].astype(np.float32)
         if not len(samples) or samples.min() == samples.max():
             raise DataError("all samples of the recording are equal", code="silent-recording", path=path)
@@ -219,8 +226,8 @@ class _Reader:
             samples = signal.resample_poly(samples, rate // divisor, own // divisor)
         return sections.recording_spectra(samples[round(skip_s * rate) :], rate, n)
 
-    def delay(self, pair: Pair, taken: Taken, clock_error_s: float) -> sections.PairDelay:
-        "Correlate two recordings; raises LeakmelError."
+    def segments(self, pair: Pair, taken: Taken) -> tuple[sections.Spectra, sections.Spectra]:
+        "Return the spectra of the common time of two recordings at a common rate; raises LeakmelError."
         a, b, offset_s, _ = taken
         x, first = self.samples[a.path,]
         y, second = self.samples[b.path,]
@@ -242,13 +249,34 @@ class _Reader:
         n = sections.segment_length(pair.route.most_s, rate, int(common_s * rate))
         left = self.spectra[a.path, max(0.0, offset_s), rate, n]
         right = self.spectra[b.path, max(0.0, -offset_s), rate, n]
-        found = sections.pair_delay(*sections.common_segments(left, right), pair.route, clock_error_s)
+        return sections.common_segments(left, right)
+
+    def delay(self, pair: Pair, taken: Taken, clock_error_s: float) -> sections.PairDelay:
+        "Correlate two recordings; raises LeakmelError."
+        left, right = self.segments(pair, taken)
+        found = sections.pair_delay(left, right, pair.route, clock_error_s)
         # what is left of the offset
-        return found._replace(delay_s=found.delay_s + round(offset_s * rate) / rate - offset_s)
+        left_s = round(taken.offset_s * left.rate) / left.rate - taken.offset_s
+        return found._replace(delay_s=found.delay_s + left_s)
+
+    def sounds(self, pair: Pair, night: str, taken: Taken) -> Sounds | None:
+        "Return the sounds of two recordings in the band that they have in common, and of all of it; None if they cannot be read."
+        try:
+            band_hz = events.common_band(*self.segments(pair, taken))
+            players = []
+            for name, timed, skip_s in zip(
+                pair[:2], taken[:2], (taken.offset_s, -taken.offset_s), strict=True
+            ):
+                samples, rate = self.samples[timed.path,]
+                players.append((name, *events.sound_addresses(samples, rate, max(0.0, skip_s), band_hz)))
+        except LeakmelError:
+            return None
+        return Sounds(night, band_hz, players)
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100008
 STATE_FILE = "pairs.sqlite"
 EVENTS_FILE = "events.geojson"
+PAGE_FILE = "pairs.html"
 _APPLICATION_ID = 0x6C6D7031  # "lmp1"
 _VERSION = 1
 # pipes: digest of a pair; recordings: digest of both recordings
@@ -510,6 +538,39 @@ def events_geojson(rows: Iterable[PairRow], places: Mapping[str, tuple[float, fl
     return {"type": "FeatureCollection", "features": features}
 
 
+def _events(
+    db: sqlite3.Connection,
+    rows: Iterable[PairRow],
+    pairs: Sequence[Pair],
+    given: Sequence[Pair],  # the same pairs, with the speeds of the table
+    reader: _Reader,
+    nights: Mapping[str, Mapping[str, Sequence[Timed]]],
+) -> list[Event]:
+    "Return what the page shows of the pairs with an event: those of most nights first, and of these the one with the shortest interval."
+    routes = {(pair.a, pair.b): (pair, first.route.most_s) for pair, first in zip(pairs, given, strict=True)}
+    found = []
+    for row in (row for row in rows if row.event):
+        pair, most_s = routes[row.a, row.b]
+        own = nights_of(db, pair)[-RECENT_NIGHTS:]
+        drawn = []
+        for r, levels in zip(
+            own, events.levels_over_pipe(pair.route, most_s, [r.curve for r in own]), strict=True
+        ):
+            at = pair.route.usual_place(r.delay_s, r.centre_hz) if r.verdict == "found" else None
+            drawn.append(Night(r.night, r.verdict, at, levels))
+        n_found = sum(night.position_m is not None for night in drawn)
+        found.append((-n_found, row.high_m - row.low_m, Event(row, pair.route, drawn, None)))
+    ordered = [event for *_, event in sorted(found, key=itemgetter(0, 1))]
+    for k, event in enumerate(ordered[:MAX_PLAYED]):
+        a, b = event.row[:2]
+        dates = (n.night for n in event.nights if n.position_m is not None)
+        heard = [date for date in dates if {a, b} <= nights.get(date, {}).keys()]
+        if heard:
+            taken = together(nights[heard[-1]][a], nights[heard[-1]][b])
+            ordered[k] = event._replace(sounds=reader.sounds(routes[a, b][0], heard[-1], taken))
+    return ordered
+
+
 MOST_NAMED = 5  # loggers without a recording
 
 
@@ -544,6 +605,19 @@ class PairsRun:
     speeds: tuple[PipeSpeed, ...]
     n_added: int  # pair-nights of this run
     problems: Mapping[str, int]  # what was wrong -> how many pair-nights or pairs
+    budget: float  # false events per 1,000 pair-nights
+    events: tuple[Event, ...]  # the most certain first
+    layer: Mapping[str, Any]  # content of events.geojson
+
+    @property
+    def page(self) -> Path:
+        "HTML file with pictures and sounds of the events."
+        return self.state / PAGE_FILE
+
+    @property
+    def table(self) -> pd.DataFrame:
+        "One row per pair that has a night."
+        return pd.DataFrame(self.pairs, columns=PairRow._fields)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -551,29 +625,36 @@ class PairsRun:
         return {
             "folder": show_path(self.folder),
             "state": show_path(self.state),
+            "page": show_path(self.page),
             "pairs": [row._asdict() for row in self.pairs],
             "speeds": [s._asdict() for s in self.speeds],
             "n_added": self.n_added,
             "problems": dict(self.problems),
         }
 
-    @property
-    def lines(self) -> list[str]:
-        "Events, counts, problems and speeds as lines."
+    def text(self) -> str:
+        "Return counts, events, problems and speeds as lines."
         kinds = Counter(row.verdict for row in self.pairs)
         counts = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()) or "no night"
-        return [
+        first, *others = [event.row.event for event in self.events] or [""]
+        lines = [
             f"{how_many(len(self.pairs), 'pair')}: {counts}; {how_many(self.n_added, 'new pair-night')}",
-            *(row.event for row in self.pairs if row.event),
+            first,
+            f"pictures and sounds: {show_path(self.page)}",
+            *others,
             *(f"{text} ({how_many(n, 'pair')})" for text, n in self.problems.items()),
             *(
                 f"{s.pipe}, line of {s.line}: {s.speed_m_s:.0f} m/s ({s.low_m_s:.0f} to {s.high_m_s:.0f}), by {how_many(s.n_pairs, 'pair')}"
                 for s in self.speeds
             ),
         ]
+        return "\n".join(filter(None, lines))
 
-    def __repr__(self) -> str:
-        return "\n".join(self.lines)
+    __repr__ = text
+
+    def _repr_html_(self) -> str:
+        lines = "<br>".join(html.escape(line) for line in self.text().splitlines())
+        return f"<p>{lines}</p>{''.join(map(events.event_picture, self.events[:MAX_PLAYED]))}"
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100012
 def correlate_pairs(
@@ -617,8 +698,11 @@ def correlate_pairs(
             code="output-in-source",
             path=target,
         )
-    with _state(target) as db, Progress(None, label="pairs", unit="pairs", show=progress, after_s=1.0) as bar:
-        n_added, problems = _add_nights(db, table, _Reader(root), nights, clock_error_s, bar)
+    require_result(target / PAGE_FILE, "page of pairs", PAGE_BEGINS.encode())
+    bar = Progress(None, label="pairs", unit="pairs", show=progress, after_s=1.0)
+    with _state(target) as db, bar, Folder(root) as opened:
+        reader = _Reader(opened)
+        n_added, problems = _add_nights(db, table, reader, nights, clock_error_s, bar)
         after, speeds = _told_speeds(db, table, clock_error_s)
         found = ((pair, nights_of(db, pair)) for pair in after)
         rows = [_row(pair, own, clock_error_s, distance_error_m, budget) for pair, own in found if own]
@@ -626,5 +710,9 @@ def correlate_pairs(
         problems.update(_OTHER_PIPES for p in after if db.execute(others, (p.a, p.b, p.digest)).fetchone())
         heard = {(row.a, row.b) for row in rows}
         problems.update(_without_night([p for p in after if (p.a, p.b) not in heard], nights))
-        write_whole(target / EVENTS_FILE, json.dumps(events_geojson(rows, places or {})) + "\n")
-    return PairsRun(root, target, tuple(rows), tuple(speeds), n_added, problems)
+        layer = events_geojson(rows, places or {})
+        shown = tuple(_events(db, rows, after, table, reader, nights))
+        done = PairsRun(root, target, tuple(rows), tuple(speeds), n_added, problems, budget, shown, layer)
+        write_whole(target / EVENTS_FILE, json.dumps(layer) + "\n")
+        write_whole(done.page, events.pairs_page(done))
+    return done
