@@ -1,33 +1,37 @@
-"""A detector of the site, learned from the outcomes of visits, in place of the score in use; and the budget of false visits on many networks.
+"""A detector of the site, learned from visits, in place of the score in use; and the budget on many networks.
 
 Protocol, written before the first run of the record:
 
-1. Networks of the five kinds of noise of `bench_without_model`, 50 sensors and 365 nights, one recording a sensor and a night; no logger
-   fails. At each sensor a leak begins after 20 nights and an exponential time of 250 nights on average, and each next one after
-   60 nights and such a time more; frequencies and levels are those of `bench_nightly`. In each quarter of the year a pump runs for three
-   weeks at 10 % of the sensors, at 30 % in networks of the kind "pumps".
-2. Scores in use: "without" compares steady levels without a model; "elsewhere" is a spectral detector that was trained on 60 recordings of
-   another network, the case of a detector that hears little on a new site. The list is that of `nights.Evidence`, at the default
-   budget, without the rule for sensors that are high from the start.
-3. A listed sensor is visited in the same night, and every fourth night from night 20 on one other sensor, at random. One outcome in ten is
-   wrong. A leak that was found is repaired; the evidence of a visited sensor begins again. After 60 visits the labels are those
-   that `nights.recordings_of_visit` would give.
-4. Two detectors of the site are fitted on them: "levels", the logistic regression of `run.site_outlook` on the levels that a history
-   stores, and "spectral", logistic regression and trees on the features of recordings of a spectral detector, one to two (without its
-   trees on windows, which take ten times as long). The rule: a detector of the site is shown to be better if its AUC, out-of-fold by sensor,
-   exceeds that of the score in use on the same recordings by an interval (bootstrap over sensors, paired) that lies above 0, with at
-   least 10 visited sensors with a leak and 10 without one.
-5. From there on the same network is followed in three ways, whatever the rule says, without random visits: by the score in use, and by
-   the scores of each detector of the site. Their evidence begins at 0 and compares with the nights of the sensor
-   since its last visit, so the budget holds for both parts together.
-6. Measured over the leaks that begin after the 60th visit, and all normal nights after it: the share listed within 3, 7, 14 and 30 nights,
-   false visits per 100 sensor-nights, in how many networks the rule shows a detector to be better, and the AUCs. Seeds from 8,000 on.
-   A pilot with seed 700 of each kind chose the features of "spectral" and no constant of the rule.
-7. Goals: with the rule, false visits at most half of those of the score in use, and within 7 nights at least 95 % of its share of leaks;
-   without the rule the same, which says what a better rule could reach.
-8. The budget: 100 networks, 20 of each kind, of 20 sensors and 120 nights, seeds from 9,000 on, visited as in 3 with true outcomes and no random
-   visits, with both scores in use. By network, the interval of Garwood of the false visits contains the budget or lies below it in at
-   least 93.
+1. Networks of the five kinds of noise of `bench_without_model`, 50 sensors and 365 nights, one recording a
+   sensor and a night; no logger fails. At each sensor a leak begins after 20 nights and an exponential time
+   of 250 nights on average, and each next one after 60 nights and such a time more; frequencies and levels
+   are those of `bench_nightly`. In each quarter of the year a pump runs for three weeks at 10 % of the
+   sensors, at 30 % in networks of the kind "pumps".
+2. Scores in use: "without" compares steady levels without a model; "elsewhere" is a spectral detector that
+   was trained on 60 recordings of another network, the case of a detector that hears little on a new site.
+   The list is that of `nights.Evidence`, at the default budget, without the rule for sensors that are high
+   from the start.
+3. A listed sensor is visited in the same night, and every fourth night from night 20 on one other sensor, at
+   random. One outcome in ten is wrong. A leak that was found is repaired; the evidence of a visited sensor
+   begins again. After 60 visits the labels are those that `nights.recordings_of_visit` would give.
+4. Two detectors of the site are fitted on them: "levels", the logistic regression of `run.site_outlook` on
+   the levels that a history stores, and "spectral", logistic regression and trees on the features of
+   recordings of a spectral detector, one to two (without its trees on windows, which take ten times as
+   long). The rule: a detector of the site is shown to be better if its AUC, out-of-fold by sensor, exceeds
+   that of the score in use on the same recordings by an interval (bootstrap over sensors, paired) that lies
+   above 0, with at least 10 visited sensors with a leak and 10 without one.
+5. From there on the same network is followed in three ways, whatever the rule says, without random visits:
+   by the score in use, and by the scores of each detector of the site. Their evidence begins at 0 and
+   compares with the nights of the sensor since its last visit, so the budget holds for both parts together.
+6. Measured over the leaks that begin after the 60th visit, and all normal nights after it: the share listed
+   within 3, 7, 14 and 30 nights, false visits per 100 sensor-nights, in how many networks the rule shows a
+   detector to be better, and the AUCs. Seeds from 8,000 on. A pilot with seed 700 of each kind chose the
+   features of "spectral" and no constant of the rule.
+7. Goals: with the rule, false visits at most half of those of the score in use, and within 7 nights at least
+   95 % of its share of leaks; without the rule the same, which says what a better rule could reach.
+8. The budget: 100 networks, 20 of each kind, of 20 sensors and 120 nights, seeds from 9,000 on, visited as
+   in 3 with true outcomes and no random visits, with both scores in use. By network, the interval of Garwood
+   of the false visits contains the budget or lies below it in at least 93.
 """
 
 import copy
@@ -300,7 +304,7 @@ def learned(found: Listing, site: str) -> tuple[Scorer, dict[str, Any]]:
 
 
 def followed(found: Listing, since: int) -> dict[str, Any]:
-    "Return what happened in the nights of a list from one on: false visits, normal sensor-nights, and delays of leaks."
+    "Return false visits, normal sensor-nights and delays of leaks of a list from a night on."
     network = found.network
     delays, leak_nights = list[int](), 0
     for s, leaks in enumerate(network.leaks):
@@ -439,23 +443,31 @@ def bench_site(
 
 def site_table(record: dict[str, Any]) -> str:
     "Leaks, false visits and what the rule says as a text table."
-    lines = [
-        f"{'score in use':>28s} {'followed by':>32s} {'shown better':>12s} {'leaks':>5s} {'in 7 nights':>11s} {'in 30':>6s} {'false visits per 100':>22s}"
-    ]
+    names = (
+        "score in use",
+        "followed by",
+        "shown better",
+        "leaks",
+        "in 7 nights",
+        "in 30",
+        "false visits per 100",
+    )
+    widths = (28, 32, 12, 5, 11, 6, 24)
+    lines = [" ".join(f"{name:>{w}s}" for name, w in zip(names, widths, strict=True))]
     n = record["networks"]
     for way, found in record["summary"].items():
         for site, name in SITES.items():
             r = found[site]
             shown = "" if site == "in use" else f"{found[f'{site}, shown']} of {n}"
             rate = "{:.3f} ({:.3f} to {:.3f})".format(*r["false_per_100"])
-            lines.append(
-                f"{WAYS[way]:>28s} {name:>32s} {shown:>12s} {r['leaks']:>5d} {100 * r['within']['7']:>9.0f} % {100 * r['within']['30']:>4.0f} % {rate:>22s}"
-            )
+            within = [f"{100 * r['within'][nights]:.0f} %" for nights in ("7", "30")]
+            cells = (WAYS[way], name, shown, str(r["leaks"]), *within, rate)
+            lines.append(" ".join(f"{cell:>{w}s}" for cell, w in zip(cells, widths, strict=True)))
     for way, r in record["budget"].items():
         rate = "{:.3f} ({:.3f} to {:.3f})".format(*r["false_per_100"])
         lines.append(
-            f"{WAYS[way]}: budget of {Budget().per_100_nights:g} kept in {r['networks_within_budget']} of {record['budget_networks']} networks; "
-            f"{rate} false visits per 100 sensor-nights"
+            f"{WAYS[way]}: budget of {Budget().per_100_nights:g} kept in {r['networks_within_budget']} of "
+            f"{record['budget_networks']} networks; {rate} false visits per 100 sensor-nights"
         )
     missed = [name.replace("_", " ") for name, is_met in record["goals"].items() if not is_met]
     lines.append(f"goals that are not met: {', '.join(missed) or 'none'}")
