@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -216,9 +217,15 @@ def test_labels_of_visits_say_what_a_detector_of_this_site_would_give(tmp_path):
             "Labels of visits: 12 sensors with a leak, 12 without. A detector of this site"
         )
         assert re.search(
-            r"an AUC of 1\.00 \(1\.00 to 1\.00\) on other sensors .* the scores of the list have 0\.[0-9]+$",
+            r"an AUC of 1\.00 \(1\.00 to 1\.00\) on other sensors .* the scores of the list have 0\.[0-9]+: it is shown to be better",
             text,
         )
+        # with nine sensors of a label no difference is shown; nor where the scores of the list are as good
+        assert said(visits[3:]).endswith("it is not shown to be better")
+        loud = [
+            (v, replace(h, score=float(v.outcome == "leak"))) for v, h in labelled_recordings(history, visits)
+        ]
+        assert site_outlook(loud).endswith("the scores of the list have 1.00: it is not shown to be better")
         # labels that the levels do not show; a sensor with both
         for k in range(5):
             outcomes = np.random.default_rng(k).permutation(
