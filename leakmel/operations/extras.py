@@ -532,8 +532,8 @@ class Correlate(Operation):
     clock_error_s: float | None = option(None, metavar="N")
     # by how much b starts later than a, s (default: at the same time)
     offset_s: float | None = option(None, metavar="N")
-    # standard error of the distance, m
-    distance_error_m: float = option(0.5, metavar="N")
+    # standard error of the distance, m: 0.2 if it was measured with a wheel, 1 or more if it is from a map
+    distance_error_m: float = option(0.2, metavar="N")
     # standard error of the speed, m/s (default: from the material, or 5 % of the speed)
     speed_error_m_s: float | None = option(None, metavar="N")
     # lowest frequency that is used, Hz; with --band-high-hz

@@ -791,7 +791,7 @@ def correlate(
     clock_error_s: float
     | None = None,  # standard error of the difference of both clocks, s; None: 0 if b is None, else refused
     offset_s: float | None = None,  # by how much b starts later than a, s; None: at the same time
-    distance_error_m: float = 0.5,  # standard error
+    distance_error_m: float = 0.2,  # standard error
     speed_error_m_s: float
     | None = None,  # standard error; None: a quarter of the range of the material, or 5 % of the speed
     band_hz: tuple[float, float]

@@ -374,8 +374,9 @@ def _add_nights(
 FALSE_SHARE = 0.02  # of pair-nights without a source, that have a delay
 RECENT_NIGHTS = 30  # of a pair, that count: a leak that was repaired is forgotten after these
 BY_CHANCE = 0.001  # most probability of a repeat that goes before one of more, but earlier nights
-# nights that agree, and all that could have; delay and its standard error with clocks, s; its frequency, Hz; probability of as many without a source
-Repeat = namedtuple("Repeat", "k n delay_s error_s centre_hz by_chance")
+# nights that agree, and all that could have; delay and its standard error with clocks, s; its frequency, Hz; probability of as many without a source;
+# whether there is a source on so many nights, but most of them agree with no other: the clocks differ by more than was stated
+Repeat = namedtuple("Repeat", "k n delay_s error_s centre_hz by_chance is_unsteady")
 
 
 def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> Repeat | None:
@@ -397,10 +398,16 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     own = near[best]
     k = int(counts[best])
     weights = errors[own] ** -2
+    delay_s = float(np.average(delays[own], weights=weights))
+    # above 1 where the nights differ by more than their errors
+    scatter = math.sqrt(max(1.0, float(weights @ (delays[own] - delay_s) ** 2) / max(k - 1, 1)))
     # the clocks differ by another amount each night; an echo is the same every night
-    error_s = math.hypot(float(np.median([r.error_s for r in found])), clock_error_s / math.sqrt(k))
+    error_s = math.hypot(float(np.median([r.error_s for r in found])), scatter * clock_error_s / math.sqrt(k))
     hz = float(np.exp(np.mean([math.log(r.centre_hz) for r, x in zip(found, own, strict=True) if x])))
-    return Repeat(k, n, float(np.average(delays[own], weights=weights)), error_s, hz, float(by_chance[best]))
+    is_lasting = len(found) > 2 and special.bdtrc(len(found) - 1, n, FALSE_SHARE) < BY_CHANCE
+    # not so after a step of a clock or a second leak: the nights before agree, and those after it
+    is_unsteady = is_lasting and 2 * counts.max() <= len(found) and near.diagonal(1).mean() < 0.4
+    return Repeat(k, n, delay_s, error_s, hz, float(by_chance[best]), bool(is_unsteady))
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000d
 def lines_of(pairs: Sequence[Pair]) -> dict[str, str]:
@@ -417,6 +424,7 @@ def lines_of(pairs: Sequence[Pair]) -> dict[str, str]:
 def posterior_speeds(
     section: Section,
     delays: Iterable[tuple[float, Repeat]],  # of pairs of this pipe alone: length, m, and delay
+    length_error_m: float = 0.0,  # standard error of each length, the same in all nights; at most a fifth of it
 ) -> np.ndarray:  # [65] m/s
     "Return the quantiles SHARES of the speed of a pipe after the delays of its pairs."
     speeds = np.interp((np.arange(2000) + 0.5) / 2000, sections.SHARES, section.speeds_m_s)
@@ -425,7 +433,8 @@ def posterior_speeds(
         rise = 1 - section.loss * math.log(found.centre_hz / sections.REFERENCE_HZ)
         times = length_m * rise / speeds
         # the speed at the frequency of the delay is not known better than the loss
-        error_s = math.hypot(found.error_s, 0.2 * abs(1 - rise) * float(times.mean()))
+        relative = math.hypot(0.2 * (1 - rise), min(length_error_m / length_m, 0.2))
+        error_s = np.hypot(found.error_s, relative * times)
         away = (abs(found.delay_s) - times) / error_s
         beyond = np.exp(-0.5 * away**2) / (2 * math.sqrt(2 * math.pi) * error_s)
         likelihood = 0.5 * beyond + 0.5 * special.ndtr(-away) / (2 * times)
@@ -439,7 +448,7 @@ PipeSpeed = namedtuple("PipeSpeed", "line pipe low_m_s speed_m_s high_m_s n_pair
 
 
 def _told_speeds(
-    db: sqlite3.Connection, pairs: Sequence[Pair], clock_error_s: float
+    db: sqlite3.Connection, pairs: Sequence[Pair], clock_error_s: float, distance_error_m: float
 ) -> tuple[list[Pair], list[PipeSpeed]]:
     "Return the pairs with the speeds that their nights tell, and these speeds."
     line = lines_of(pairs)
@@ -448,10 +457,10 @@ def _told_speeds(
     for pair in pairs:
         s, *others = pair.route.sections
         found = repeat_of(nights_of(db, pair), pair.route.most_s, clock_error_s)
-        if found and all(other.pipe == s.pipe for other in others):
+        if found and not found.is_unsteady and all(other.pipe == s.pipe for other in others):
             first.setdefault((line[pair.a], s.pipe), s)
             told[line[pair.a], s.pipe].append((pair.route.length_m, found))
-    new = {key: posterior_speeds(first[key], delays) for key, delays in told.items()}
+    new = {key: posterior_speeds(first[key], own, distance_error_m) for key, own in told.items()}
     shown = [
         PipeSpeed._make((*key, *np.interp([0.025, 0.5, 0.975], sections.SHARES, v).tolist(), len(told[key])))
         for key, v in new.items()
@@ -476,8 +485,9 @@ def _row(
     found = repeat_of(rows, pair.route.most_s, clock_error_s)
     is_repeated = found is not None and found.k > 1 and found.by_chance < budget / 1000
     last = rows[-1]
-    if found is None or (not is_repeated and last.verdict != "found"):
-        return PairRow(pair.a, pair.b, pair.route.length_m, None, None, None, last.verdict, len(rows), None)
+    if found is None or found.is_unsteady or (not is_repeated and last.verdict != "found"):
+        verdict = "clock" if found and found.is_unsteady else last.verdict
+        return PairRow(pair.a, pair.b, pair.route.length_m, None, None, None, verdict, len(rows), None)
     if is_repeated:
         given = (found.delay_s, found.error_s, found.centre_hz)
     else:
@@ -589,7 +599,7 @@ def correlate_pairs(
     # standard error of the difference of two clocks at the start of a recording, s, 0 to 0.1
     clock_error_s: float = 0.0005,
     # standard error of the length of the pipe between two loggers, m, 0 to 100; at most a fifth of the length is used
-    distance_error_m: float = 0.5,
+    distance_error_m: float = 0.2,
     # false events per 1,000 pair-nights, above 0 to 1000
     budget: float = 1.0,
     # sensor -> longitude and latitude, degrees
@@ -619,7 +629,7 @@ def correlate_pairs(
         )
     with _state(target) as db, Progress(None, label="pairs", unit="pairs", show=progress, after_s=1.0) as bar:
         n_added, problems = _add_nights(db, table, _Reader(root), nights, clock_error_s, bar)
-        after, speeds = _told_speeds(db, table, clock_error_s)
+        after, speeds = _told_speeds(db, table, clock_error_s, distance_error_m)
         found = ((pair, nights_of(db, pair)) for pair in after)
         rows = [_row(pair, own, clock_error_s, distance_error_m, budget) for pair, own in found if own]
         others = "SELECT 1 FROM nights WHERE a = ? AND b = ? AND pipes <> ? LIMIT 1"
