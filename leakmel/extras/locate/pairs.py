@@ -374,6 +374,8 @@ def _add_nights(
 FALSE_SHARE = 0.02  # of pair-nights without a source, that have a delay
 RECENT_NIGHTS = 30  # of a pair, that count: a leak that was repaired is forgotten after these
 BY_CHANCE = 0.001  # most probability of a repeat that goes before one of more, but earlier nights
+# scatter of the delays of nights over their errors: from the first on it replaces the stated error of the clocks, from the second on it is not believed
+WIDER = (1.7, 8.0)
 # nights that agree, and all that could have; delay and its standard error with clocks, s; its frequency, Hz; probability of as many without a source;
 # whether there is a source on so many nights, but most of them agree with no other: the clocks differ by more than was stated
 Repeat = namedtuple("Repeat", "k n delay_s error_s centre_hz by_chance is_unsteady")
@@ -387,6 +389,13 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     if not found:
         return None
     delays = np.array([r.delay_s for r in found])
+    own_error_s = float(np.median([r.error_s for r in found]))
+    # by the median of steps from night to night, which one step does not change: a second leak, clocks that were set again
+    steps = np.abs(np.diff(delays))
+    observed_s = float(np.median(steps)) / 0.954 if len(steps) > 2 else 0.0
+    wider = observed_s / math.hypot(own_error_s, clock_error_s)
+    if WIDER[0] < wider < WIDER[1]:
+        clock_error_s = observed_s
     errors = np.hypot([r.error_s for r in found], clock_error_s)
     near = np.abs(delays[:, None] - delays) < 2.5 * np.hypot(errors[:, None], errors)
     counts = near.sum(axis=1)
@@ -397,17 +406,14 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     best = np.lexsort((counts, newest))[-1]
     own = near[best]
     k = int(counts[best])
-    weights = errors[own] ** -2
-    delay_s = float(np.average(delays[own], weights=weights))
-    # above 1 where the nights differ by more than their errors
-    scatter = math.sqrt(max(1.0, float(weights @ (delays[own] - delay_s) ** 2) / max(k - 1, 1)))
+    delay_s = float(np.average(delays[own], weights=errors[own] ** -2))
     # the clocks differ by another amount each night; an echo is the same every night
-    error_s = math.hypot(float(np.median([r.error_s for r in found])), scatter * clock_error_s / math.sqrt(k))
+    scatter_s = max(clock_error_s, math.sqrt(delays[own].var() * k / max(k - 1, 1)))
+    error_s = math.hypot(own_error_s, scatter_s / math.sqrt(k))
     hz = float(np.exp(np.mean([math.log(r.centre_hz) for r, x in zip(found, own, strict=True) if x])))
-    is_lasting = len(found) > 2 and special.bdtrc(len(found) - 1, n, FALSE_SHARE) < BY_CHANCE
-    # not so after a step of a clock or a second leak: the nights before agree, and those after it
-    is_unsteady = is_lasting and 2 * counts.max() <= len(found) and near.diagonal(1).mean() < 0.4
-    return Repeat(k, n, delay_s, error_s, hz, float(by_chance[best]), bool(is_unsteady))
+    is_lasting = special.bdtrc(len(found) - 1, n, FALSE_SHARE) < BY_CHANCE
+    is_unsteady = bool(is_lasting and wider >= WIDER[1] and 2 * counts.max() <= len(found))
+    return Repeat(k, n, delay_s, error_s, hz, float(by_chance[best]), is_unsteady)
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000d
 def lines_of(pairs: Sequence[Pair]) -> dict[str, str]:
