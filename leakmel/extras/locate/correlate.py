@@ -76,9 +76,9 @@ class WaveSpeed:
 
     @property
     def quantiles_m_s(self) -> np.ndarray:
-        "Quantiles `sections.SHARES` of the speed, [65]: equally likely in the measured range, 2 % to each side of it."
+        "Quantiles `sections.SHARES` of the speed, [65]: equally likely in the measured range, 1 % to each side of it."
         low, high = self.range_m_s
-        return np.interp(SHARES, [0, 0.02, 0.98, 1], [0.999 * low, *self.measured_m_s, 1.001 * high])
+        return np.interp(SHARES, [0, 0.01, 0.99, 1], [0.999 * low, *self.measured_m_s, 1.001 * high])
 
     @property
     def error_m_s(self) -> float:
@@ -791,7 +791,7 @@ def correlate(
     clock_error_s: float
     | None = None,  # standard error of the difference of both clocks, s; None: 0 if b is None, else refused
     offset_s: float | None = None,  # by how much b starts later than a, s; None: at the same time
-    distance_error_m: float = 0.2,  # standard error
+    distance_error_m: float = 0.5,  # standard error
     speed_error_m_s: float
     | None = None,  # standard error; None: a quarter of the range of the material, or 5 % of the speed
     band_hz: tuple[float, float]

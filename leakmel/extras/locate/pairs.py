@@ -605,7 +605,7 @@ def correlate_pairs(
     # standard error of the difference of two clocks at the start of a recording, s, 0 to 0.1
     clock_error_s: float = 0.0005,
     # standard error of the length of the pipe between two loggers, m, 0 to 100; at most a fifth of the length is used
-    distance_error_m: float = 0.2,
+    distance_error_m: float = 0.1,
     # false events per 1,000 pair-nights, above 0 to 1000
     budget: float = 1.0,
     # sensor -> longitude and latitude, degrees
