@@ -411,9 +411,10 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     scatter_s = max(clock_error_s, math.sqrt(delays[own].var() * k / max(k - 1, 1)))
     error_s = math.hypot(own_error_s, scatter_s / math.sqrt(k))
     hz = float(np.exp(np.mean([math.log(r.centre_hz) for r, x in zip(found, own, strict=True) if x])))
+    # two places that alternate are no clock: one of them has more than half of the nights
+    is_unsteady = wider >= WIDER[1] and 2 * counts.max() <= len(found)
     is_lasting = special.bdtrc(len(found) - 1, n, FALSE_SHARE) < BY_CHANCE
-    is_unsteady = bool(is_lasting and wider >= WIDER[1] and 2 * counts.max() <= len(found))
-    return Repeat(k, n, delay_s, error_s, hz, float(by_chance[best]), is_unsteady)
+    return Repeat(k, n, delay_s, error_s, hz, float(by_chance[best]), bool(is_unsteady and is_lasting))
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000d
 def lines_of(pairs: Sequence[Pair]) -> dict[str, str]:
@@ -443,8 +444,7 @@ def posterior_speeds(
         error_s = np.hypot(found.error_s, relative * times)
         away = (abs(found.delay_s) - times) / error_s
         beyond = np.exp(-0.5 * away**2) / (2 * math.sqrt(2 * math.pi) * error_s)
-        likelihood = 0.5 * beyond + 0.5 * special.ndtr(-away) / (2 * times)
-        logs += np.log(likelihood + 0.01 / times.max())
+        logs += np.log(0.5 * beyond + 0.25 * special.ndtr(-away) / times + 0.01 / times.max())
     weights = np.exp(logs - logs.max())
     return np.interp(sections.SHARES, (weights.cumsum() - weights / 2) / weights.sum(), speeds)
 
@@ -471,12 +471,11 @@ def _told_speeds(
         PipeSpeed._make((*key, *np.interp([0.025, 0.5, 0.975], sections.SHARES, v).tolist(), len(told[key])))
         for key, v in new.items()
     ]
-
-    def told_section(pair: Pair, s: Section) -> Section:
-        return replace(s, speeds_m_s=new.get((line[pair.a], s.pipe), s.speeds_m_s))
-
-    routes = (Route(tuple(told_section(pair, s) for s in pair.route.sections)) for pair in pairs)
-    return [pair._replace(route=route) for pair, route in zip(pairs, routes, strict=True)], shown
+    after = [
+        [replace(s, speeds_m_s=new.get((line[pair.a], s.pipe), s.speeds_m_s)) for s in pair.route.sections]
+        for pair in pairs
+    ]
+    return [pair._replace(route=Route(tuple(own))) for pair, own in zip(pairs, after, strict=True)], shown
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100010
 # what all nights say of a pair: loggers and length of the pipe; position from a and 95 % interval, m, or None; verdict leak, outside, none, hum,
@@ -494,18 +493,16 @@ def _row(
     if found is None or found.is_unsteady or (not is_repeated and last.verdict != "found"):
         verdict = "clock" if found and found.is_unsteady else last.verdict
         return PairRow(pair.a, pair.b, pair.route.length_m, None, None, None, verdict, len(rows), None)
-    if is_repeated:
-        given = (found.delay_s, found.error_s, found.centre_hz)
-    else:
-        given = (last.delay_s, math.hypot(last.error_s, clock_error_s), last.centre_hz)
+    of_last = (last.delay_s, math.hypot(last.error_s, clock_error_s), last.centre_hz)
+    given = (found.delay_s, found.error_s, found.centre_hz) if is_repeated else of_last
     # no length is drawn below 0
     place = sections.place_source(pair.route, *given, min(distance_error_m, 0.2 * pair.route.length_m))
-    event = None
-    if is_repeated and place.verdict == "leak":
-        event = (
-            f"between {pair.a} and {pair.b}, {place.position_m:.0f} m from {pair.a} "
-            f"({place.low_m:.1f} to {place.high_m:.1f}), {found.k} of {found.n} nights"
-        )
+    event = (
+        f"between {pair.a} and {pair.b}, {place.position_m:.0f} m from {pair.a} "
+        f"({place.low_m:.1f} to {place.high_m:.1f}), {found.k} of {found.n} nights"
+        if is_repeated and place.verdict == "leak"
+        else None
+    )
     return PairRow(pair.a, pair.b, pair.route.length_m, *place[1:4], place.verdict, len(rows), event)
 
 
