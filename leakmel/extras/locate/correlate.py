@@ -676,10 +676,9 @@ def _pipe(
             expected=f"below {distance_m / (Z95 * given):.4f} s; {0.1 * distance_m / (Z95 * given):.4f} s for an interval of a tenth of the pipe",
             remedy="synchronise the loggers, or record both on two channels of one recorder",
         )
-    has_range = isinstance(speed, WaveSpeed) and speed_error_m_s is None
-    speeds = (
-        speed.quantiles_m_s if has_range else np.maximum(given + error_m_s * special.ndtri(SHARES), given / 2)
-    )
+    speeds = np.maximum(given + error_m_s * special.ndtri(SHARES), given / 2)
+    if isinstance(speed, WaveSpeed) and speed_error_m_s is None:
+        speeds = speed.quantiles_m_s
     route = Route((Section(distance_m, speeds, 0.0, "pipe"),))
     return _Pipe(distance_m, distance_error_m, given, error_m_s, clock_error_s, route)
 

@@ -494,9 +494,10 @@ def _row(
         verdict = "clock" if found and found.is_unsteady else last.verdict
         return PairRow(pair.a, pair.b, pair.route.length_m, None, None, None, verdict, len(rows), None)
     of_last = (last.delay_s, math.hypot(last.error_s, clock_error_s), last.centre_hz)
-    given = (found.delay_s, found.error_s, found.centre_hz) if is_repeated else of_last
+    delay_s, error_s, hz = found[2:5] if is_repeated else of_last
     # no length is drawn below 0
-    place = sections.place_source(pair.route, *given, min(distance_error_m, 0.2 * pair.route.length_m))
+    length_error_m = min(distance_error_m, 0.2 * pair.route.length_m)
+    place = sections.place_source(pair.route, delay_s, error_s, hz, length_error_m)
     event = (
         f"between {pair.a} and {pair.b}, {place.position_m:.0f} m from {pair.a} "
         f"({place.low_m:.1f} to {place.high_m:.1f}), {found.k} of {found.n} nights"
