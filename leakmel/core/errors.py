@@ -39,7 +39,7 @@ def show_path(
 def plural(what: str) -> str:
     "Return the plural of a noun, which may be followed by `of` or `with`."
     return re.sub(
-        r"^.*?(?= of | with |$)", lambda noun: noun[0] + ("es" if noun[0].endswith("ch") else "s"), what
+        r"^.*?(?= of | with |$)", lambda noun: noun[0] + ("es" if noun[0].endswith("tch") else "s"), what
     )
 
 

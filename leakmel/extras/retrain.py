@@ -59,6 +59,7 @@ from leakmel.detector.model.settings import (
     TrainSettings,
     settings_from,
 )
+from leakmel.detector.train.folds import joined_groups, make_folds
 from leakmel.detector.train.loop import TrainingRun, folder_lock, train_network
 from leakmel.detector.train.state import TooShortWarning, TrainingData, TrainingState, row_digests, too_short
 from leakmel.recordings.labels import CurrentLabels, LabelTable, check_paths, read_labels, relabel
@@ -360,23 +361,71 @@ def weights_digest(detector: Detector) -> str:
     return digest_of(b"\0".join(f"{name} {v.shape}".encode() + v.tobytes() for name, v in values))
 
 
-def _refit_spectral(old: spectral.SpectralClassifier, items: SegmentSubset, seed: int) -> Any:
-    "Fit a spectral classifier on the selected segments."
-    rows, first, code = np.unique(items.rows, return_index=True, return_inverse=True)
-    mask = np.zeros((len(rows), items.row_shape[0]), bool)
-    mask[code, items.numbers % items.row_shape[0]] = True
-    x = spectral.spectral_features(items, rows=rows, mask=mask, keep_level=old.settings.keep_level)
-    return spectral.fit_spectral(x, items.labels[first], old.settings.n_classes, seed=seed % (1 << 32))
+class _Refit:
+    "Fits of a spectral classifier on the selected segments."
+
+    def __init__(self, old: spectral.SpectralClassifier, items: SegmentSubset, seed: int):
+        self.old, self.items, self.seed = old, items, seed % (1 << 32)
+        self.rows, first, code = np.unique(items.rows, return_index=True, return_inverse=True)
+        mask = np.zeros((len(self.rows), items.row_shape[0]), bool)
+        mask[code, items.numbers % items.row_shape[0]] = True
+        self.features = spectral.spectral_features(
+            items, rows=self.rows, mask=mask, keep_level=old.settings.keep_level
+        )
+        self.classes = items.labels[first]
+
+    def fit(self, chosen: np.ndarray | slice = slice(None)) -> spectral.SpectralClassifier:
+        "Fit on recordings [k] int of `rows`, ascending."
+        numbers = np.arange(len(self.rows))[chosen]
+        return spectral.fit_spectral(
+            self.features.of(numbers), self.classes[numbers], self.old.settings.n_classes, seed=self.seed
+        )
+
+    def judged(
+        self,
+        challenger: Detector,
+        settings: TrainSettings,
+        predicted: Sequence[int] | np.ndarray,  # [m] rows whose class a detector gave
+        device: str,
+    ) -> Detector:
+        "Choose vote and threshold by folds, of recordings whose class is known; where none are possible, nothing is chosen."
+        table = recordings_table(self.items.sources, progress="none").iloc[self.rows].reset_index(drop=True)
+        groups = joined_groups(table) if "path" in table else joined_groups(table, [*range(len(table))])
+        known = np.flatnonzero(~np.isin(self.rows, predicted))
+        try:
+            fold = make_folds(self.classes, groups.code, 5, settings.seed)
+        except DataError:
+            return replace(challenger, **metrics.DecisionRule().options())
+        scores = np.full((len(self.rows), self.items.row_shape[0]), np.nan, np.float32)
+        for k in np.unique(fold[known]).tolist():
+            held = known[fold[known] == k]
+            ds = Segments(
+                self.items.sources,
+                level="recording",
+                rows=self.rows[held],
+                with_labels=False,
+                preload_to_ram=False,
+            )
+            fitted = replace(challenger, classifier=self.fit(fold != k))
+            scores[held] = score_rows(fitted, ds, device=device)
+        is_leak = self.classes[known] == challenger.task.leak_in_model
+        source = f"{how_many(len(known), 'recording')} in cross-validation"
+        rule = metrics.choose_rule(is_leak, scores[known], settings.vote, settings.vote_share, source)
+        return replace(challenger, **rule.options()).with_held_out(
+            scores[known], is_leak, groups.of(known), source
+        )
 
 
 def fine_tune(
     champion: Detector,
     items: SegmentSubset,
-    # level "recording": selects the best epoch and the thresholds; None: the last epoch, thresholds 0.5
+    # level "recording": selects the best epoch and the thresholds of a network; None: the last epoch, thresholds 0.5
     validation: Segments | None,
     settings: TrainSettings,  # of `round_settings`
     folder: Path,  # of checkpoints, history and summary of a network
     *,
+    # [m] int, rows of `items` whose class a detector gave: they do not choose a threshold
+    predicted: Sequence[int] | np.ndarray = (),
     resume: str = "auto",
     device: str = "cpu",
     checkpoints: CheckpointSettings | None = None,
@@ -387,7 +436,8 @@ def fine_tune(
     record = champion.record
     for member in champion.members:
         if isinstance(member, spectral.SpectralClassifier):
-            members.append(_refit_spectral(member, items, settings.seed))
+            refit = _Refit(member, items, settings.seed)
+            members.append(refit.fit())
             continue
         learned = [
             weights_digest(replace(champion, classifier=member)),
@@ -419,6 +469,8 @@ def fine_tune(
         evaluations=(),
         reliability=(),
     )
+    if champion.kind == "spectral":
+        return refit.judged(challenger, settings, predicted, device)
     if validation is None:
         vote: tuple[Any, ...] = () if settings.vote == "auto" else (settings.vote, settings.vote_share)
         return replace(challenger, **metrics.DecisionRule(*vote).options())
@@ -682,8 +734,8 @@ def choose_items(
     earlier: Mapping[str, int],  # of `earlier_labels`
     rules: RoundRules,
     number: int,  # of the round
-) -> tuple[Selection, np.ndarray]:  # of new recordings; [n, L] int64 class of each replayed segment, -1: none
-    "Choose the training items: apply labels by people, select, draw."
+) -> tuple[Selection, list[tuple[Segments, np.ndarray]]]:  # of new recordings; of replay, then of validation
+    "Choose the training items: apply labels by people, select, draw; with [n, L] int64, class of each segment, -1: none."
     new, old = parts["new recordings"], parts["replay"]
     unknown = np.full(len(new.rows), UNLABELLED)
     labels = unknown if human is None else read_human_labels(human, new, champion.task)
@@ -700,8 +752,22 @@ def choose_items(
             found=f"{left.sum():,} of {len(left):,} are in the replay data, with labels",
             remedy="give new recordings that are not in the replay data and are not shorter than a long segment",
         )
-    drawn = draw_replay(old, rules.replay_share, rules.seed, number)[:, None] & old.segment_mask
-    return found, np.where(drawn, apply_human_labels(old, old.labels, known)[:, None], LEFT_OUT)
+    drawn = {"replay": draw_replay(old, rules.replay_share, rules.seed, number)}
+    if "validation" in parts:
+        drawn["validation"] = np.ones(len(parts["validation"].rows), bool)
+    learned = [
+        (
+            ds,
+            np.where(
+                drawn[name][:, None] & ds.segment_mask,
+                apply_human_labels(ds, ds.labels, known)[:, None],
+                LEFT_OUT,
+            ),
+        )
+        for name in drawn
+        for ds in [parts[name]]
+    ]
+    return found, learned
 
 
 def conclude(
@@ -819,6 +885,14 @@ def _champion(
     return load_detector(files.champion_file(folder))
 
 
+def _held_back(champion: Detector, validation: Segments | None) -> Segments | None:
+    "Return validation recordings that may choose epoch and threshold: of a network whose champion does not know them."
+    if validation is None or champion.kind == "spectral":
+        return None
+    overlap = card.find_overlap(champion.provenance, validation)
+    return None if overlap is not None and overlap.text else validation
+
+
 def _check_test_set(folder: Path, lineage: files.Lineage | None, parts: Mapping[str, Segments]) -> str:
     "Check the test recordings and return their digest."
     for name in [name for name in ("testing", "validation") if name in parts]:
@@ -851,7 +925,7 @@ def retrain(
     out: str | os.PathLike,  # folder of all rounds
     # table with path and label of new recordings; these labels override predicted ones
     human_labels: str | os.PathLike | None = None,
-    # selects the best epoch and the thresholds; None: the last epoch, thresholds 0.5
+    # further labelled recordings: they are learned from, or choose epoch and threshold of a network whose champion does not know them
     validation: Part | None = None,
     # None: those of the champion, a third of the epochs, a quarter of the learning rate; a mapping changes these; or TrainSettings
     settings: TrainSettings | Mapping[str, Any] | None = None,
@@ -894,22 +968,26 @@ def retrain(
             if stamps and not allow_leaky_split:
                 warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=2)
             scores = scored(class_scores, holder, new, "predicting")
-            selection, again = choose_items(holder, parts, scores, human_labels, earlier, rules, number)
+            held = _held_back(holder, parts.get("validation"))
+            used = {name: ds for name, ds in parts.items() if ds is not held}
+            selection, learned_from = choose_items(holder, used, scores, human_labels, earlier, rules, number)
             plain = json.loads(json.dumps({"rules": asdict(rules), "settings": asdict(own)}))
-            learned_from = items_record(parts, holder.task, selection, again)
-            facts = {"number": number, "stamps": stamps, **plain, **learned_from}
+            facts = {"number": number, "stamps": stamps, **plain}
+            facts |= items_record(parts, holder.task, selection, learned_from[0][1])
             if lineage is None:
                 lineage = files.Lineage((save_champion(folder, 0, holder),), digest)
                 files.write_lineage(folder, lineage)
             taught = np.where(selection.kept, selection.classes[:, None], LEFT_OUT)
-            sources = [(new, taught), (parts["replay"], again)]
-            items = SegmentSubset(sources, holder.task, preload_to_ram=own.preload_to_ram, progress=show)
+            items = SegmentSubset(
+                [(new, taught), *learned_from], holder.task, preload_to_ram=own.preload_to_ram, progress=show
+            )
             challenger = fine_tune(
                 holder,
                 items,
-                parts.get("validation"),
+                held,
                 own,
                 files.round_folder(folder, number),
+                predicted=new.rows[~selection.by_human],
                 resume=resume,
                 device=device,
                 checkpoints=checkpoints,

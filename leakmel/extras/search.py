@@ -42,11 +42,12 @@ from leakmel.core.operation import RowTable, user_path
 from leakmel.core.parameters import answer_unknown, field_kinds
 from leakmel.core.progress import Progress, announce
 from leakmel.detector.data.splits import LeakySplitWarning, Split
-from leakmel.detector.model.detector import Detector, load_detector
+from leakmel.detector.model.card import evaluation_text
+from leakmel.detector.model.detector import Detector
 from leakmel.detector.model.files import latest_checkpoint, pick_device, remove_file
 from leakmel.detector.model.settings import RESUME, SPEED_ONLY, CheckpointSettings, TrainSettings, with_length
 from leakmel.detector.train import state
-from leakmel.detector.train.loop import folder_lock, train_with_validation
+from leakmel.detector.train.loop import folder_lock, train, train_with_validation
 from leakmel.pages.page_figures import Section, write_report
 from leakmel.pages.plots import f32, plain_text, seconds_text, styled_figure
 from leakmel.recordings.wav import digest_of
@@ -274,7 +275,7 @@ def create_study(
 # %% ../../nbs/extras/search.ipynb #e70106e9
 FORMAT = "leakmel search 3"
 STATE = "search.json"
-TRIALS, MODEL, HISTORY = "trials", "model.pt", "history.csv"
+TRIALS, FITTED, MODEL, HISTORY = "trials", "fitted", "model.pt", "history.csv"
 
 
 def _finite(values: Mapping[str, Any]) -> Any:
@@ -331,7 +332,7 @@ def resume_state(
             path=folder,
             remedy="run again without resume='always' to start a new search",
         )
-    names = (MODEL, "summary.json", HISTORY, TRIALS, "trials.csv", "checkpoints")
+    names = (MODEL, "summary.json", HISTORY, TRIALS, FITTED, "trials.csv", "checkpoints")
     if found is None and (present := ", ".join(n for n in names if os.path.lexists(folder / n))):
         raise OutputError(
             "no search wrote these files",
@@ -341,8 +342,9 @@ def resume_state(
             remedy="choose another folder, or move it elsewhere",
         )
     if found is None or resume == "never":
-        for path in (folder / TRIALS).glob("[0-9]*"):
-            rmtree(path, ignore_errors=True)
+        for name in (TRIALS, FITTED):
+            for path in (folder / name).glob("[0-9]*"):
+                rmtree(path, ignore_errors=True)
         return []
     then, trials = found
     changed = [
@@ -385,12 +387,14 @@ def verdict(best: Trial, before: Sequence[Trial], after: Sequence[Trial]) -> tup
 class SearchResult(RowTable):
     "Result of a search that is finished or reached its time limit."
 
-    acted_on = ("BEWARE", "best", "verdict", "model")
+    acted_on = ("BEWARE", "best", "verdict", "promise", "model")
     folder: Path
     trials: tuple[Trial, ...]  # by number; 0: the initial settings
     best: Trial
     settings: TrainSettings  # settings of the best trial
-    detector: Detector  # detector of the best trial; its record stores the search
+    detector: (
+        Detector  # fitted on all recordings with the settings of the best trial; its record stores the search
+    )
     model_path: Path  # file of the detector
     again: tuple[Trial, ...]  # trainings with other seeds
     summary: dict[str, Any]  # plain values, as in summary.json
@@ -475,7 +479,8 @@ class SearchResult(RowTable):
             "best": best.number and f"F1 {best.f1:.4f} in trial {best.number}: {changes_text(best.changes)}",
             "seeds": again and f"F1 with other seeds ({again['seeds']}): {seeds}",
             "verdict": s["verdict"],
-            "note": f"{s['note']} (lm.evaluate)",
+            "note": s["note"],
+            "promise": evaluation_text(self.detector.evaluations),
             "model": show_path(self.model_path),
             "time": f"{seconds_text(s['seconds'])} of training, {s['device']}",
         }
@@ -522,7 +527,7 @@ class _Search:
             for path in here.glob("*") if t.state != "running" else ():
                 if path.is_dir():
                     rmtree(path, ignore_errors=True)
-                elif path.name not in (HISTORY, MODEL if t is best_of(self.trials) else HISTORY):
+                elif path.name != HISTORY:
                     remove_file(path)
 
     def trained(self, trials: Iterator[Trial]) -> Iterator[tuple[Trial, Exception | None]]:
@@ -597,8 +602,21 @@ class _Search:
             self.keep(trial)
             announce(f"trial {trial.number} with seed {trial.seed}: F1 {trial.f1:.4f}", show=self.show)
 
+    def fitted(self, best: Trial) -> Detector:
+        "Fit a detector with the settings of a trial on all recordings, as `train` does; what was finished before is read."
+        here = self.folder / FITTED / best.name
+        for old in (self.folder / FITTED).glob("[0-9]*"):
+            if old != here:
+                rmtree(old, ignore_errors=True)
+        settings = trial_settings(self.base, best.changes)
+        own = {"out": here, "settings": settings, "device": pick_device(self.how["device"])}
+        with warnings.catch_warnings():
+            for kind in (LeakySplitWarning, state.TooShortWarning):
+                warnings.simplefilter("ignore", kind)  # reported once, when the search begins
+            return train(**self.how | own, progress=self.show).detector
+
     def conclude(self, n_trials: int, again: int, stamp: str) -> SearchResult:
-        "Write model, table, figures and summary from the state."
+        "Fit the detector, and write model, table, figures and summary from the state."
         trials = self.trials
         best = best_of(trials)
         seeded = [t for t in self.rows.values() if t.seed is not None and best.number]
@@ -616,8 +634,8 @@ class _Search:
             "is_better": is_better,
             "verdict": sentence,
             "other_seeds": {"seeds": len(before), **ranges} if ranges else None,
-            "note": "selected by its F1 on validation, the highest of all trials: that figure is too optimistic; evaluate the model on "
-            "test recordings, or fit one on all recordings with these settings by lm.train",
+            "note": "the F1 of validation chose the best of all trials, so it is too optimistic; the model is fitted on all recordings "
+            "with these settings (lm.evaluate tests it)",
         }
         summary = {
             "ok": True,
@@ -632,7 +650,7 @@ class _Search:
             "device": str(self.how["device"]),
             "seconds": sum(t.seconds for t in self.rows.values()),
         }
-        detector = load_detector(self.folder / TRIALS / best.name / MODEL)
+        detector = self.fitted(best)
         detector.record = detector.record | {"search": _finite(chosen)}
         result = SearchResult(
             folder=self.folder,
@@ -736,7 +754,8 @@ def search(
     # initial settings, and settings that are not searched; None: the defaults
     settings: TrainSettings | None = None,
     trials: int = 30,  # number of trials, including the initial settings
-    hours: float | None = None,  # time limit of this call, after which no trial begins; None: no limit
+    # time limit of this call, after which no trial begins; the fit on all recordings comes then. None: no limit
+    hours: float | None = None,
     again: int = 2,  # number of other seeds with which the best and the initial settings are trained; 0: none
     prune_after: int = 5,  # complete trials before pruning starts; 0: no pruning
     prune_epochs: int = 2,  # epochs of each trial before pruning
@@ -753,7 +772,10 @@ def search(
     # an Executor, a Dask client or the address of a scheduler: it trains several trials at the same time
     cluster: Cluster | None = None,
 ) -> SearchResult:  # raises UsageError, DataError, OutputError, MachineError
-    "Search the settings of a training on validation; an interrupted search is resumed. Trials of several processes depend on the order in which they end."
+    """Search the settings of a training on validation, and fit a detector with the best on all recordings, as `train` does.
+
+    An interrupted search is resumed. Trials of several processes depend on the order in which they end.
+    """
     pruning = {"prune_after": prune_after, "prune_epochs": prune_epochs}
     require_choice("unknown resume", resume, RESUME, code="unknown-value")
     _check_numbers({"trials": trials, "again": again, **pruning, "hours": hours})
@@ -788,16 +810,16 @@ def search(
     with (
         nullcontext() if cluster is None else open_cluster(cluster) as client,
         folder_lock(folder, "search or training"),
-        Progress(trials, unit="trials", label="search", show=show) as bar,
     ):
         stop_file = folder / f".{uuid.uuid4().hex[:8]}.stop"
         before = resume_state(folder, identity, resume)
         n = 0 if client is None else n_processes(client)
-        s = _Search(folder, identity, base, searched, pruning, how, stop_file, show, bar, client, n)
+        s = _Search(folder, identity, base, searched, pruning, how, stop_file, show, None, client, n)
         try:
-            s.keep(*before)
-            s.note(f"{how_many(len(s.trials), 'trial')} finished before")
-            s.run(trials, again, math.inf if hours is None else began + 3600 * hours - time.monotonic())
+            with Progress(trials, unit="trials", label="search", show=show) as s.bar:
+                s.keep(*before)
+                s.note(f"{how_many(len(s.trials), 'trial')} finished before")
+                s.run(trials, again, math.inf if hours is None else began + 3600 * hours - time.monotonic())
             return s.conclude(trials, again, stamp)
         except BaseException as e:
             if n:

@@ -1,4 +1,4 @@
-"""Rates of two checkouts side by side: builds A and B, training and prediction as whole processes, in turn.
+"""Rates of two checkouts side by side: builds A and B, training of a network and prediction as whole processes, in turn.
 
 python nbs/benchmarks/bench_versions.py WORK_FOLDER before=../old now=. --rounds 7 --store runs/benchmarks
 """
@@ -17,24 +17,24 @@ from pathlib import Path
 from typing import Any
 
 MAIN = "import sys; from leakmel.cli import main; sys.exit(main())"
+# one network with a validation set, in every version: what `leakmel train` does in addition is not a rate
+TRAIN = """import sys
+import leakmel as lm
+try:
+    from leakmel.detector.train.loop import train_with_validation as train
+except ImportError:
+    train = lm.train
+training, validation, out = sys.argv[1:4]
+settings = lm.TrainSettings(detector="cnn", epochs=3)
+train(training, validation, out=out, settings=settings, device="cpu", resume="never", progress=False)
+"""
 N_BUILD, N_TRAIN = 20_000, 1_000  # recordings of the sets
 
 
 def tasks(work: Path, out: Path) -> dict[str, list[str]]:
     "The command of each task."
     build = ["build", str(work / "large"), "--split", "training", "--engine", "cpu", "--no-fsync", "--fresh"]
-    train = [
-        "train",
-        str(work / "sets"),
-        "--detector",
-        "cnn",
-        "--epochs",
-        "3",
-        "--resume",
-        "never",
-        "--device",
-        "cpu",
-    ]
+    sets = [str(work / "sets" / f"{part}_DATASET.H5") for part in ("TRAINING", "VALIDATION")]
     predict = [
         "predict",
         str(work / "small"),
@@ -48,23 +48,22 @@ def tasks(work: Path, out: Path) -> dict[str, list[str]]:
     return {
         "build A": [*build, "--preset", "disjoint", "--out", str(out / "A.H5")],
         "build B": [*build, "--preset", "overlap", "--out", str(out / "B.H5")],
-        "training": [*train, "--out", str(out / "model")],
+        "training": [TRAIN, *sets, str(out / "model")],
         "prediction": [*predict, "--out", str(out / "scores.csv")],
     }
 
 
 def run(tree: Path, words: list[str]) -> dict[str, float]:
-    "Wall and processor seconds of one command of the package in a checkout."
+    "Wall and processor seconds of one command of the package, or of TRAIN, in a checkout."
     env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "2"}
     started = time.perf_counter()
-    child = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *words, "--json"], env=env, cwd=tree, stdout=subprocess.DEVNULL
-    )
+    code = words if words[0] == TRAIN else [MAIN, *words, "--json"]
+    child = subprocess.Popen([sys.executable, "-c", *code], env=env, cwd=tree, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)
     wall_s = time.perf_counter() - started
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        raise SystemExit(f"{words[0]} failed with exit status {child.returncode} in {tree}")
+        raise SystemExit(f"{words[0][:20]} failed with exit status {child.returncode} in {tree}")
     return {"wall_s": wall_s, "cpu_s": used.ru_utime + used.ru_stime, "peak_rss_bytes": used.ru_maxrss * 1024}
 
 

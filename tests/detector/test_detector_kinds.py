@@ -513,32 +513,45 @@ def test_a_champion_of_each_kind_is_retrained(sets, trained, kind, tmp_path):
     old = next(m for m in trained[kind].detector.members if isinstance(m, SpectralClassifier))
     new = next(m for m in challenger.members if isinstance(m, SpectralClassifier))
     assert not torch.equal(old.get_buffer("weight"), new.get_buffer("weight"))
+    if kind == "spectral":
+        assert challenger.held_out is not None
+        assert challenger.threshold_from == f"highest balanced accuracy on {challenger.held_out.method}"
+        assert len(challenger.held_out) == round_.record["replay"]["recordings"], (
+            "predicted labels judge nothing"
+        )
+        return
     assert challenger.held_out is None, "there is no validation"
     assert set(challenger.thresholds.values()) == {0.5}, "not those that were chosen for the champion"
     assert challenger.threshold_from == UNCHOSEN
 
 
-def test_a_fitted_challenger_has_the_decision_of_the_validation_recordings(sets, trained, tmp_path):
+def test_a_fitted_challenger_has_the_decision_of_its_folds(sets, trained, tmp_path):
     champion = trained["spectral"].detector
-    with (
-        Segments(sets["training"], level="recording", task=champion.task) as old,
-        Segments(sets["validation"], level="recording", task=champion.task) as validation,
-    ):
+    with Segments(sets["training"], level="recording", task=champion.task) as old:
         whole = np.where(old.segment_mask, old.labels[:, None], LEFT_OUT)
         items = SegmentSubset([(old, whole)], champion.task)
         settings = round_settings(champion, None)
         usual = round_settings(replace(champion, record={}))
         for unread in ({"old_name": 3}, {"epochs": 0}, None):
             assert round_settings(replace(champion, record={"settings": unread})) == usual
-        challenger = fine_tune(champion, items, validation, settings, tmp_path, show="none")
-        challenger.save(tmp_path / "model.pt")
-        scores = challenger.recording_scores(score_rows(challenger, validation))
-        truth = validation.labels == champion.task.leak_in_model
+        challenger = fine_tune(champion, items, None, settings, tmp_path, device="cpu", show="none")
+        predicted = old.rows[::4]
+        few = fine_tune(champion, items, None, settings, tmp_path, predicted=predicted, show="none")
+        truth = old.is_leak[~np.isin(old.rows, predicted)]
+    assert few.held_out is not None
+    assert np.array_equal(few.held_out.truth, truth), "a predicted class judges nothing"
+    trained_anew = lm.train(
+        sets["training"], out=tmp_path / "anew", settings=lm.TrainSettings(detector="spectral"), **QUIET
+    ).detector
+    challenger.save(tmp_path / "model.pt")
     saved = load_detector(tmp_path / "model.pt")
-    assert saved.held_out is not None
-    assert np.array_equal(saved.held_out.score, np.clip(scores, 0, 1))
-    assert np.array_equal(saved.held_out.truth, truth)
-    assert saved.held_out.method == saved.threshold_from.removeprefix("highest balanced accuracy on ")
+    for own in (challenger, saved):
+        assert own.held_out is not None
+        assert trained_anew.held_out is not None
+        assert np.array_equal(own.held_out.score, trained_anew.held_out.score), "the folds of a training"
+        assert (own.vote, own.thresholds) == (trained_anew.vote, trained_anew.thresholds)
+        assert own.threshold_from == trained_anew.threshold_from
+        assert torch.equal(own.classifier.get_buffer("weight"), trained_anew.classifier.get_buffer("weight"))
     found = lm.predict(sets["recordings"], saved, false_alarms=20, device="cpu", progress="none")
     assert found.calibration is not None
 

@@ -59,6 +59,7 @@ class Hook(ThreadingHTTPServer):
         self.statuses: list[int] = []
         self.got: list[tuple[str, dict[str, Any]]] = []  # key and body of each request
         self.delay_s = 0.0
+        self.n_slow_bytes = 0
         self.headers: dict[str, str] = {}
 
     @property
@@ -79,6 +80,9 @@ class _Answer(BaseHTTPRequestHandler):
         if status < 300:
             self.server.got.append((self.headers["Idempotency-Key"], body))
         with suppress(OSError):  # the other end has left
+            for _ in range(self.server.n_slow_bytes):
+                self.wfile.write(b"H")
+                time.sleep(0.02)
             self.send_response(status)
             for name, value in self.server.headers.items():
                 self.send_header(name, value)
@@ -190,6 +194,18 @@ def test_a_server_that_answers_late_or_never(hook, tmp_path, monkeypatch):
     assert len(hook.accepted()) == 3
     bodies = dict(hook.got)
     assert all(bodies[key] == body for key, body in hook.got)
+
+
+def test_a_server_that_answers_byte_by_byte(hook, tmp_path, monkeypatch):
+    "No time-out of a socket ever comes."
+    monkeypatch.setattr(handover, "MOST_S", 0.5)
+    hook.n_slow_bytes = 1000
+    done = deliver(hook.url, ROWS, tmp_path, {}, {})
+    assert (done.sent, done.left, done.why) == (0, 3, "no time was left after 0 s")
+    hook.n_slow_bytes = 0
+    monkeypatch.undo()
+    assert deliver(hook.url, ROWS, tmp_path, {}, {}).sent == 3
+    assert len(hook.accepted()) == 3
 
 
 def test_no_server(tmp_path, monkeypatch):

@@ -25,7 +25,9 @@ from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.core.files import write_whole
 from leakmel.detector.data.segments import LEFT_OUT, Segments, make_task, open_loader
 from leakmel.detector.data.splits import LeakySplitWarning, recordings_of
+from leakmel.detector.metrics.metrics import UNCHOSEN
 from leakmel.detector.metrics.significance import Groups, recording_groups
+from leakmel.detector.model.card import provenance_of
 from leakmel.detector.model.detector import Detector, class_scores, load_detector, score_rows
 from leakmel.detector.model.files import (
     CHAMPION_FILE,
@@ -429,6 +431,21 @@ def one_round(networks, tmp_path_factory) -> tuple[Any, dict[str, Any], Path]:
         networks, folder / "rounds", human_labels=table, validation=networks[0]["validation"]
     )
     return retrain(**given_), given_, folder
+
+
+@each("knows", [True, False])
+def test_validation_that_the_champion_knows_is_learned_from(networks, tmp_path, monkeypatch, knows):
+    "It cannot choose the epoch and the threshold of a network that starts from this champion."
+    seen = learned_by(monkeypatch)
+    given_ = round_arguments(networks, tmp_path, settings=replace(SMALL, epochs=1))
+    with recordings(networks[0]["validation"], TASK) as validation:
+        n = len(validation)
+        if knows:
+            given_["champion"] = replace(given_["champion"], provenance=provenance_of([validation]))
+    done = retrain(**given_, validation=networks[0]["validation"])
+    assert (seen[0][3][2:] == [n]) == knows
+    assert (done.challenger.held_out is None) == knows
+    assert done.challenger.threshold_from == UNCHOSEN if knows else str(n) in done.challenger.threshold_from
 
 
 @pytest.mark.slow

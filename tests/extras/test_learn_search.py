@@ -176,9 +176,7 @@ def test_the_same_search_makes_the_same_trials(sets: Path, right: SearchResult, 
 def test_train_with_the_settings_that_were_found_makes_the_model(
     sets: Path, right: SearchResult, tmp_path: Path
 ) -> None:
-    again = train_with_validation(
-        *files(sets), out=tmp_path / "run", settings=right.settings, device="cpu", progress=False
-    )
+    again = train(*files(sets), out=tmp_path / "run", settings=right.settings, device="cpu", progress=False)
     found = load_detector(right.model_path)
     assert all(
         np.array_equal(x, y)
@@ -192,13 +190,18 @@ def test_train_with_the_settings_that_were_found_makes_the_model(
     assert found.record["search"]["trials"] == LAST
     assert found.record["search"]["trial"] == right.best.number
     assert "too optimistic" in found.record["search"]["note"]
-    assert found.record["best_epoch"] == right.best.best_epoch
+    assert found.record["best_epoch"] == right.settings.epochs  # nothing is held back
+    assert found.held_out is not None
+    promised, other = found.evaluations[0], again.detector.evaluations[0]
+    assert (promised.method, promised.auc) == (other.method, other.auc)
+    assert (promised.kind, promised.recordings) == ("cross-validation", len(found.held_out))
 
 
 @pytest.mark.slow
 def test_search_folder_contents(right: SearchResult) -> None:
     out = right.folder
     assert sorted(p.name for p in out.iterdir()) == [
+        "fitted",
         "model.pt",
         "report.html",
         "search.json",
@@ -213,9 +216,8 @@ def test_search_folder_contents(right: SearchResult) -> None:
         p.parent.name: sorted(q.name for q in p.parent.iterdir())
         for p in (out / "trials").glob("*/history.csv")
     }
-    assert kept == {
-        f"{t.number:04d}": ["history.csv", *(["model.pt"] if t is right.best else [])] for t in right.trials
-    }
+    assert kept == {f"{t.number:04d}": ["history.csv"] for t in right.trials}
+    assert [p.name for p in (out / "fitted").iterdir()] == [right.best.name]
     with open(out / "trials.csv", encoding="utf-8") as f:
         rows = list(csv.DictReader(f))
     assert [int(r["number"]) for r in rows] == list(range(LAST))
@@ -297,7 +299,7 @@ def test_worse_trials_are_pruned(sets: Path, tmp_path: Path, monkeypatch: pytest
     assert pruned
     assert {len(t.f1s) for t in pruned} <= {2, 3}
     assert all(len(t.f1s) == 4 for t in result.trials if t.state == "complete")
-    assert staged.epochs == sum(len(t.f1s) for t in result.trials)
+    assert staged.epochs == sum(len(t.f1s) for t in result.trials) + 6 * 4  # five folds and the last fit
     for t in pruned:  # by hand: its best lies below the median of the complete ones before it
         k = len(t.f1s)
         assert max(t.objectives) < np.median(

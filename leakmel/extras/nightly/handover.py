@@ -13,10 +13,12 @@ import smtplib
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from email.message import EmailMessage
 from hashlib import blake2b
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from urllib import request
 from urllib.error import HTTPError
@@ -243,16 +245,39 @@ def deliver(
     return Delivery(url.hostname or unquote(url.path), sent, len(new) - sent, why)
 
 
+def _send(
+    send: Callable[[str, Mapping[str, Any]], None],
+    notify: str,
+    message: Mapping[str, Any],
+    ended: Future[None],
+) -> None:
+    "Send a message; a future gets what came of it."
+    try:
+        send(notify, message)
+        ended.set_result(None)
+    except BaseException as e:
+        ended.set_exception(e)
+
+
 def _try_to_send(
     send: Callable[[str, Mapping[str, Any]], None], notify: str, message: Mapping[str, Any], ends_s: float
 ) -> None:
-    "Try to deliver a message several times; raises NotDelivered."
+    """Try to deliver a message several times; raises NotDelivered.
+
+    Each attempt has a thread of its own: a server that answers byte by byte is slower than every time-out of a socket.
+    """
+    late = f"no time was left after {MOST_S:.0f} s"
     for n_left, wait_s in zip(reversed(range(len(WAITS_S))), WAITS_S, strict=True):
         time.sleep(wait_s)
         try:
             if time.monotonic() >= ends_s:
-                raise NotDelivered(f"no time was left after {MOST_S:.0f} s")
-            send(notify, message)
+                raise NotDelivered(late)
+            ended = Future[None]()
+            Thread(target=_send, args=(send, notify, message, ended), daemon=True).start()
+            try:
+                ended.result(max(0.0, ends_s - time.monotonic()))
+            except TimeoutError:
+                raise NotDelivered(late) from None
             return
         except NotDelivered as e:
             if not e.again or not n_left:

@@ -884,6 +884,7 @@ def lab_command(
     return [
         *(sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1"),
         f"--ServerApp.root_dir={notebook.parent}",
+        "--log-level=ERROR",  # the address, and what is wrong
         f"--LabApp.default_url=/doc/tree/{notebook.name}",
         "--LabApp.expose_app_in_browser=True",  # for the cell that starts the page
         f"--LabApp.app_settings_dir={Path(leakmel.__file__).parent / 'lab'}",  # no question about news
