@@ -641,14 +641,15 @@ class Search(WithTraining):
 
     # folder with TRAINING_DATASET.H5 and VALIDATION_DATASET.H5, or the file of the training set; the test set is not read
     data: str | None = option(positional=True)
-    # folder of the search: trials.csv, the best model (model.pt), summary.json, figures; an interrupted search in this folder is resumed
+    # folder of the search: trials.csv, model.pt with the best settings, fitted on all recordings, summary.json, figures; an interrupted search in
+    # this folder is resumed
     out: str | None = option(metavar="DIR")
     # settings to vary, as JSON or a JSON file: '{"learning_rate": [0.001, 0.01], "batch_size": {"choices": [128, 256]}}' (default: ten settings
     # in their usual ranges)
     space: str | None = option(None, metavar="JSON")
     # number of trials; the first has the given settings
     trials: int = 30
-    # time limit of this call; the next call resumes the search (default: no limit)
+    # time limit of this call for trials, before the fit on all recordings; the next call resumes the search (default: no limit)
     hours: float | None = option(None, metavar="HOURS")
     # additional seeds with which the best and the first settings are trained at the end
     again: int = 2
@@ -703,8 +704,8 @@ class Retrain(Operation):
     # test set that decides between champion and challenger, the same in all rounds; never trained on (repeat for several; of a folder of data
     # sets the matching one is used)
     testing: Texts = option(metavar="FILE", several=True)
-    # validation set, which selects the best epoch and the decision threshold (default: the last epoch, 0.5) (repeat for several; of a folder of
-    # data sets the matching one is used)
+    # validation set: it is learned from, too, or chooses epoch and threshold of a network whose champion does not know it (repeat for several; of
+    # a folder of data sets the matching one is used)
     validation: Texts = option((), metavar="FILE", several=True)
     # labels by people of new recordings: labels.csv, or a CSV file with path and label; they override the predicted ones
     human_labels: str | None = option(None, name="labels human-labels", metavar="FILE")
