@@ -531,8 +531,8 @@ class Correlate(Operation):
     clock_error_s: float | None = option(None, metavar="N")
     # by how much b starts later than a, s (default: at the same time)
     offset_s: float | None = option(None, metavar="N")
-    # standard error of the distance, m
-    distance_error_m: float = option(0.5, metavar="N")
+    # standard error of the distance, m: 0.1 if it was measured on the pipe (default for a table of pairs), 0.5 (default for one pair) to 2 from a map
+    distance_error_m: float | None = option(None, metavar="N")
     # standard error of the speed, m/s (default: from the material, or 5 % of the speed)
     speed_error_m_s: float | None = option(None, metavar="N")
     # lowest frequency that is used, Hz; with --band-high-hz
@@ -579,7 +579,7 @@ class Correlate(Operation):
             manifest=manifest,
             places=in_degrees(places_of(manifest)),
             clock_error_s=0.0005 if self.clock_error_s is None else self.clock_error_s,
-            distance_error_m=self.distance_error_m,
+            distance_error_m=0.1 if self.distance_error_m is None else self.distance_error_m,
             progress=run.progress,
         )
         # no pair has a night, and something is wrong

@@ -21,6 +21,18 @@ from leakmel.cli import main
 
 pytest.importorskip("scipy")
 import soundfile
+from bench_pairs import (
+    CLOCK_S,
+    bench_pairs,
+    by_scipy,
+    delay_of,
+    measure_clocks,
+    measure_speeds,
+    other_pairs_table,
+    pairs_table,
+    place_of,
+    route_of,
+)
 from pipe_world import RATE, Case, Section, make_case, make_night
 from scipy.signal import resample_poly
 from scipy.stats import binom
@@ -30,45 +42,16 @@ from leakmel.extras.locate import pairs as pairs_of
 from leakmel.extras.locate import sections
 from leakmel.extras.locate.pairs import EVENTS_FILE, STATE_FILE, NightRow, read_pairs, repeat_of, section_of
 
-CLOCK_S = 0.5e-3
 KEYS = ["a", "b", "length_m", "position_m", "low_m", "high_m", "verdict", "n_nights", "event"]
 
 
 # ---- simulated pipes
 
 
-def route_of(case: Case, known: bool) -> sections.Route:
-    """Return what a user knows: speeds within 2 %, or materials and sizes."""
-    made = []
-    for k, (s, speed) in enumerate(zip(case.sections, case.known_m_s, strict=True)):
-        given = speed if known else lm.wave_speed(s.material, s.diameter_mm, s.wall_mm)
-        # sections differ in their speed, also those of one size
-        made.append(replace(section_of(s.length_m, given), pipe=str(k)))
-    return sections.Route(tuple(made))
-
-
 def solve(case: Case, known: bool) -> Any:  # a Place
     """Return the verdict and the position of a case."""
     route = route_of(case, known)
-    n = sections.segment_length(route.most_s, case.rate, case.samples.shape[1])
-    x, y = (sections.recording_spectra(samples, case.rate, n) for samples in case.samples)
-    found = sections.pair_delay(x, y, route, CLOCK_S)
-    if found.verdict != "found":
-        return sections.Place(found.verdict, None, None, None, 0.0)
-    error_s = math.hypot(found.error_s, CLOCK_S)
-    return sections.place_source(route, found.delay_s, error_s, found.centre_hz)
-
-
-def by_scipy(case: Case, known: bool, phat: bool) -> float:
-    """Return the position of the highest cross-correlation, or that of GCC-PHAT, for one mean speed."""
-    length = case.length_m
-    speed = length / sum(s.length_m / s.usual_m_s for s in route_of(case, known).sections)
-    n = 2 * case.samples.shape[1]
-    cross = np.fft.rfft(case.samples[0], n) * np.fft.rfft(case.samples[1], n).conj()
-    values = np.fft.irfft(cross / np.maximum(np.abs(cross), 1e-30) if phat else cross, n)
-    most = int(length / speed * RATE) + 1
-    lag = np.argmax(np.concatenate([values[-most:], values[: most + 1]])) - most
-    return float(np.clip((length + speed * lag / RATE) / 2, 0, length))
+    return place_of(delay_of(case, route), route)
 
 
 def measure(known: bool, sectioned: bool, n: int, seed: int) -> dict[Any, Any]:
@@ -213,6 +196,39 @@ def test_a_new_leak_is_not_hidden_by_one_that_was_repaired() -> None:
     # one night elsewhere is no new leak
     one: Any = repeat_of([*old, *new[:1]], 0.1, CLOCK_S)
     assert (one.k, one.delay_s) == (6, pytest.approx(0.02))
+
+
+def test_clocks_that_differ_every_night_are_noticed() -> None:
+    found = measure_clocks(60)
+    shares = {name.partition(" as")[0].strip(","): x["covered"]["share"] for name, x in found.items()}
+    # twice to four times as much as stated: the interval of an event is wider
+    assert min(shares[f"scatter of {ms} ms"] for ms in ("0.5", "1", "2")) > 0.8
+    assert found["scatter of 20 ms"]["clock"] > 0.9
+    # nobody can know, except where no pipe explains the delay
+    assert 0.5 < found["offset of 20 ms in all nights"]["events"] < 1
+
+
+def test_places_that_alternate_are_no_clock() -> None:
+    """A leak, and on every other night a louder pump beyond a logger."""
+    rows = [NightRow("", "found", t, 1e-4, 300.0, 0.0, b"") for t in [0.02, -0.08, 0.02] * 3]
+    found: Any = repeat_of(rows, 0.1, CLOCK_S)
+    assert (found.k, found.n, found.is_unsteady) == (6, 9, False)
+    assert found.error_s < CLOCK_S
+
+
+def test_speed_of_a_line_with_errors_of_lengths() -> None:
+    found = measure_speeds(200)
+    assert binom.ppf(0.001, 200, 0.93) <= found["told"]["k"] <= binom.ppf(0.999, 200, 0.98)
+    assert found["not told"]["k"] < found["told"]["k"]
+
+
+@pytest.mark.slow
+def test_rehearsal_of_the_measurement(tmp_path: Path) -> None:
+    made = bench_pairs(tmp_path, part=0.005)
+    assert made["rehearsal"]
+    assert made["verified"]["all_ok"]
+    assert len(pairs_table(made).splitlines()) == 1 + 2 * 16
+    assert "ms CPU a pair" in other_pairs_table(made)
 
 
 def test_other_pipes_or_recordings_are_correlated_again(tmp_path: Path) -> None:

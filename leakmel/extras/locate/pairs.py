@@ -402,8 +402,11 @@ def _add_nights(
 FALSE_SHARE = 0.02  # of pair-nights without a source, that have a delay
 RECENT_NIGHTS = 30  # of a pair, that count: a leak that was repaired is forgotten after these
 BY_CHANCE = 0.001  # most probability of a repeat that goes before one of more, but earlier nights
-# nights that agree, and all that could have; delay and its standard error with clocks, s; its frequency, Hz; probability of as many without a source
-Repeat = namedtuple("Repeat", "k n delay_s error_s centre_hz by_chance")
+# scatter of the delays of nights over their errors: from the first on it replaces the stated error of the clocks, from the second on it is not believed
+WIDER = (1.7, 8.0)
+# nights that agree, and all that could have; delay and its standard error with clocks, s; its frequency, Hz; probability of as many without a source;
+# whether there is a source on so many nights, but most of them agree with no other: the clocks differ by more than was stated
+Repeat = namedtuple("Repeat", "k n delay_s error_s centre_hz by_chance is_unsteady")
 
 
 def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> Repeat | None:
@@ -414,6 +417,13 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     if not found:
         return None
     delays = np.array([r.delay_s for r in found])
+    own_error_s = float(np.median([r.error_s for r in found]))
+    # by the median of steps from night to night, which one step does not change: a second leak, clocks that were set again
+    steps = np.abs(np.diff(delays))
+    observed_s = float(np.median(steps)) / 0.954 if len(steps) > 2 else 0.0
+    wider = observed_s / math.hypot(own_error_s, clock_error_s)
+    if WIDER[0] < wider < WIDER[1]:
+        clock_error_s = observed_s
     errors = np.hypot([r.error_s for r in found], clock_error_s)
     near = np.abs(delays[:, None] - delays) < 2.5 * np.hypot(errors[:, None], errors)
     counts = near.sum(axis=1)
@@ -424,11 +434,15 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     best = np.lexsort((counts, newest))[-1]
     own = near[best]
     k = int(counts[best])
-    weights = errors[own] ** -2
+    delay_s = float(np.average(delays[own], weights=errors[own] ** -2))
     # the clocks differ by another amount each night; an echo is the same every night
-    error_s = math.hypot(float(np.median([r.error_s for r in found])), clock_error_s / math.sqrt(k))
+    scatter_s = max(clock_error_s, math.sqrt(delays[own].var() * k / max(k - 1, 1)))
+    error_s = math.hypot(own_error_s, scatter_s / math.sqrt(k))
     hz = float(np.exp(np.mean([math.log(r.centre_hz) for r, x in zip(found, own, strict=True) if x])))
-    return Repeat(k, n, float(np.average(delays[own], weights=weights)), error_s, hz, float(by_chance[best]))
+    # two places that alternate are no clock: one of them has more than half of the nights
+    is_unsteady = wider >= WIDER[1] and 2 * counts.max() <= len(found)
+    is_lasting = special.bdtrc(len(found) - 1, n, FALSE_SHARE) < BY_CHANCE
+    return Repeat(k, n, delay_s, error_s, hz, float(by_chance[best]), bool(is_unsteady and is_lasting))
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000d
 def lines_of(pairs: Sequence[Pair]) -> dict[str, str]:
@@ -445,6 +459,7 @@ def lines_of(pairs: Sequence[Pair]) -> dict[str, str]:
 def posterior_speeds(
     section: Section,
     delays: Iterable[tuple[float, Repeat]],  # of pairs of this pipe alone: length, m, and delay
+    length_error_m: float = 0.0,  # standard error of each length, the same in all nights; at most a fifth of it
 ) -> np.ndarray:  # [65] m/s
     "Return the quantiles SHARES of the speed of a pipe after the delays of its pairs."
     speeds = np.interp((np.arange(2000) + 0.5) / 2000, sections.SHARES, section.speeds_m_s)
@@ -453,11 +468,11 @@ def posterior_speeds(
         rise = 1 - section.loss * math.log(found.centre_hz / sections.REFERENCE_HZ)
         times = length_m * rise / speeds
         # the speed at the frequency of the delay is not known better than the loss
-        error_s = math.hypot(found.error_s, 0.2 * abs(1 - rise) * float(times.mean()))
+        relative = math.hypot(0.2 * (1 - rise), min(length_error_m / length_m, 0.2))
+        error_s = np.hypot(found.error_s, relative * times)
         away = (abs(found.delay_s) - times) / error_s
         beyond = np.exp(-0.5 * away**2) / (2 * math.sqrt(2 * math.pi) * error_s)
-        likelihood = 0.5 * beyond + 0.5 * special.ndtr(-away) / (2 * times)
-        logs += np.log(likelihood + 0.01 / times.max())
+        logs += np.log(0.5 * beyond + 0.25 * special.ndtr(-away) / times + 0.01 / times.max())
     weights = np.exp(logs - logs.max())
     return np.interp(sections.SHARES, (weights.cumsum() - weights / 2) / weights.sum(), speeds)
 
@@ -467,7 +482,7 @@ PipeSpeed = namedtuple("PipeSpeed", "line pipe low_m_s speed_m_s high_m_s n_pair
 
 
 def _told_speeds(
-    db: sqlite3.Connection, pairs: Sequence[Pair], clock_error_s: float
+    db: sqlite3.Connection, pairs: Sequence[Pair], clock_error_s: float, distance_error_m: float
 ) -> tuple[list[Pair], list[PipeSpeed]]:
     "Return the pairs with the speeds that their nights tell, and these speeds."
     line = lines_of(pairs)
@@ -476,20 +491,19 @@ def _told_speeds(
     for pair in pairs:
         s, *others = pair.route.sections
         found = repeat_of(nights_of(db, pair), pair.route.most_s, clock_error_s)
-        if found and all(other.pipe == s.pipe for other in others):
+        if found and not found.is_unsteady and all(other.pipe == s.pipe for other in others):
             first.setdefault((line[pair.a], s.pipe), s)
             told[line[pair.a], s.pipe].append((pair.route.length_m, found))
-    new = {key: posterior_speeds(first[key], delays) for key, delays in told.items()}
+    new = {key: posterior_speeds(first[key], own, distance_error_m) for key, own in told.items()}
     shown = [
         PipeSpeed._make((*key, *np.interp([0.025, 0.5, 0.975], sections.SHARES, v).tolist(), len(told[key])))
         for key, v in new.items()
     ]
-
-    def told_section(pair: Pair, s: Section) -> Section:
-        return replace(s, speeds_m_s=new.get((line[pair.a], s.pipe), s.speeds_m_s))
-
-    routes = (Route(tuple(told_section(pair, s) for s in pair.route.sections)) for pair in pairs)
-    return [pair._replace(route=route) for pair, route in zip(pairs, routes, strict=True)], shown
+    after = [
+        [replace(s, speeds_m_s=new.get((line[pair.a], s.pipe), s.speeds_m_s)) for s in pair.route.sections]
+        for pair in pairs
+    ]
+    return [pair._replace(route=Route(tuple(own))) for pair, own in zip(pairs, after, strict=True)], shown
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100010
 # what all nights say of a pair: loggers and length of the pipe; position from a and 95 % interval, m, or None; verdict leak, outside, none, hum,
@@ -504,20 +518,20 @@ def _row(
     found = repeat_of(rows, pair.route.most_s, clock_error_s)
     is_repeated = found is not None and found.k > 1 and found.by_chance < budget / 1000
     last = rows[-1]
-    if found is None or (not is_repeated and last.verdict != "found"):
-        return PairRow(pair.a, pair.b, pair.route.length_m, None, None, None, last.verdict, len(rows), None)
-    if is_repeated:
-        given = (found.delay_s, found.error_s, found.centre_hz)
-    else:
-        given = (last.delay_s, math.hypot(last.error_s, clock_error_s), last.centre_hz)
+    if found is None or found.is_unsteady or (not is_repeated and last.verdict != "found"):
+        verdict = "clock" if found and found.is_unsteady else last.verdict
+        return PairRow(pair.a, pair.b, pair.route.length_m, None, None, None, verdict, len(rows), None)
+    of_last = (last.delay_s, math.hypot(last.error_s, clock_error_s), last.centre_hz)
+    delay_s, error_s, hz = found[2:5] if is_repeated else of_last
     # no length is drawn below 0
-    place = sections.place_source(pair.route, *given, min(distance_error_m, 0.2 * pair.route.length_m))
-    event = None
-    if is_repeated and place.verdict == "leak":
-        event = (
-            f"between {pair.a} and {pair.b}, {place.position_m:.0f} m from {pair.a} "
-            f"({place.low_m:.1f} to {place.high_m:.1f}), {found.k} of {found.n} nights"
-        )
+    length_error_m = min(distance_error_m, 0.2 * pair.route.length_m)
+    place = sections.place_source(pair.route, delay_s, error_s, hz, length_error_m)
+    event = (
+        f"between {pair.a} and {pair.b}, {place.position_m:.0f} m from {pair.a} "
+        f"({place.low_m:.1f} to {place.high_m:.1f}), {found.k} of {found.n} nights"
+        if is_repeated and place.verdict == "leak"
+        else None
+    )
     return PairRow(pair.a, pair.b, pair.route.length_m, *place[1:4], place.verdict, len(rows), event)
 
 
@@ -670,7 +684,7 @@ def correlate_pairs(
     # standard error of the difference of two clocks at the start of a recording, s, 0 to 0.1
     clock_error_s: float = 0.0005,
     # standard error of the length of the pipe between two loggers, m, 0 to 100; at most a fifth of the length is used
-    distance_error_m: float = 0.5,
+    distance_error_m: float = 0.1,
     # false events per 1,000 pair-nights, above 0 to 1000
     budget: float = 1.0,
     # sensor -> longitude and latitude, degrees
@@ -703,7 +717,7 @@ def correlate_pairs(
     with _state(target) as db, bar, Folder(root) as opened:
         reader = _Reader(opened)
         n_added, problems = _add_nights(db, table, reader, nights, clock_error_s, bar)
-        after, speeds = _told_speeds(db, table, clock_error_s)
+        after, speeds = _told_speeds(db, table, clock_error_s, distance_error_m)
         found = ((pair, nights_of(db, pair)) for pair in after)
         rows = [_row(pair, own, clock_error_s, distance_error_m, budget) for pair, own in found if own]
         others = "SELECT 1 FROM nights WHERE a = ? AND b = ? AND pipes <> ? LIMIT 1"

@@ -954,31 +954,33 @@ def _keep_rules(history: History, digest: str, spec: MelSpec | None, pattern: st
         history.set_meta("pattern", pattern)
 
 
+# how a history was made, why its scores cannot be compared with those of a run, and what to do
+_WITHOUT = (
+    "without a model, and its scores cannot be compared with those of a model",
+    "leave the model out, or name a new state folder for it",
+)
+_WITH = (
+    "with a model, and its scores cannot be compared with nights without one",
+    "name that model, or a new state folder",
+)
+_OTHER = (
+    "with another model, and scores of two models cannot be compared",
+    "use that model, or a new state folder",
+)
+
+
 def _refuse_other_model(history: History, digest: str, named: str) -> None:
     "Refuse to continue the history of another model, or one with a model without it, and the reverse."
     known = history.meta("model")
     if known in (None, digest):
         return
-    kept = "the history stays as it is"
-    if known == nights.WITHOUT_MODEL:
-        message = (
-            "the history was made without a model, and its scores cannot be compared with those of a model"
-        )
-        remedy = "leave the model out, or name a new state folder for it"
-    elif digest == nights.WITHOUT_MODEL:
-        message = (
-            "the history was made with a model, and its scores cannot be compared with nights without one"
-        )
-        remedy = "name that model, or a new state folder"
-    else:
-        message = "the history was made with another model, and scores of two models cannot be compared"
-        remedy = "use that model, or a new state folder"
+    why = _WITHOUT if known == nights.WITHOUT_MODEL else _WITH if digest == nights.WITHOUT_MODEL else _OTHER
     raise UsageError(
-        message,
+        f"the history was made {why[0]}",
         code="other-model",
         path=history.path,
         found=f"{named} ({digest}), not {known}",
-        remedy=f"{remedy}: recordings that are still in the folder are then scored again, and {kept}; "
+        remedy=f"{why[1]}: recordings that are still in the folder are then scored again, and the history stays as it is; "
         "visits.csv can be copied",
     )
 
@@ -1219,12 +1221,14 @@ def visit_labels(labelled: Iterable[_Labelled], detector: Detector | None) -> st
 
 
 _MIN_VISITED = 5  # sensors of each label
+_MIN_SHOWN = 10  # below it a difference is not shown
 
 
 def site_outlook(labelled: Iterable[_Labelled]) -> str:
     """Say what a detector of this site would give on sensors that it has not seen, by the labels of visits so far; empty without labels.
 
-    A logistic regression on the levels that the history stores, out-of-fold by sensor.
+    A logistic regression on the levels that the history stores, out-of-fold by sensor. It is shown to be better if the interval of its AUC
+    minus that of the scores of the list lies above 0, for the same recordings, with at least 10 sensors of each label.
     """
     found = [(v, h) for v, h in labelled if h.bands]
     truth = np.array([v.outcome == "leak" for v, _ in found], bool)
@@ -1234,7 +1238,7 @@ def site_outlook(labelled: Iterable[_Labelled]) -> str:
     if min(n_leak, n_other) < _MIN_VISITED:
         more = f"from {_MIN_VISITED} of each on this line says what a detector of this site would give"
         return f"{said}; {more}" if found else ""
-    from leakmel.detector.metrics.significance import Bootstrap, encode_groups, score_model
+    from leakmel.detector.metrics.significance import Bootstrap, differences, encode_groups, score_model
     from leakmel.detector.model.spectral import fold_baselines
     from leakmel.detector.train.folds import make_folds
 
@@ -1249,9 +1253,15 @@ def site_outlook(labelled: Iterable[_Labelled]) -> str:
     of_list = np.array([h.score for _, h in found])
     own, listed = (score_model(boot, x, name="", title="") for x in (score, of_list))
     auc = f"{own.figures['auc']:.2f}{own.intervals['auc'].in_brackets('.2f')}"
+    is_shown = min(n_leak, n_other) >= _MIN_SHOWN and differences(boot, own, listed)["auc"].is_better
+    verdict = (
+        "it is shown to be better: train one with visit_labels.csv, and begin a state folder with it"
+        if is_shown
+        else "it is not shown to be better"
+    )
     return (
         f"{said}. A detector of this site, fitted on levels, would have an AUC of {auc} on other sensors like the visited ones; the scores of the list "
-        f"have {listed.figures['auc']:.2f}"
+        f"have {listed.figures['auc']:.2f}: {verdict}"
     )
 
 
