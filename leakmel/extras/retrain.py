@@ -993,10 +993,8 @@ def retrain(
                 checkpoints=checkpoints,
                 show=show,
             )
-            models = {
-                "champion": (holder, scored(score_rows, holder, test, "testing, champion")),
-                "challenger": (challenger, scored(score_rows, challenger, test, "testing, challenger")),
-            }
+            both = {"champion": holder, "challenger": challenger}
+            models = {name: (d, scored(score_rows, d, test, f"testing, {name}")) for name, d in both.items()}
             found = compare_models(test.is_leak, groups, models, rules)
             facts |= json.loads(json.dumps(plain))
             return conclude(folder, lineage, holder, challenger, selection, found, facts, show)
