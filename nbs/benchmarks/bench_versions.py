@@ -150,6 +150,7 @@ def main() -> None:
         for name, f in ways.items():
             print(f"{task:<11} {name:<8} {f['wall_s']['median']:7.2f} s  {f['cpu_s']['median']:7.2f} CPU s")
     if args.store:
+        args.store.mkdir(parents=True, exist_ok=True)
         path = (
             args.store
             / f"versions-{record['made_utc'][:10].replace('-', '')}-{list(record['commits'].values())[-1]}.json"
