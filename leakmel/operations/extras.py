@@ -26,7 +26,6 @@ from leakmel.core.errors import (
     install_command,
     missing_remedy,
     show_path,
-    text_key,
 )
 from leakmel.core.files import replacing
 from leakmel.core.operation import (
@@ -532,8 +531,8 @@ class Correlate(Operation):
     clock_error_s: float | None = option(None, metavar="N")
     # by how much b starts later than a, s (default: at the same time)
     offset_s: float | None = option(None, metavar="N")
-    # standard error of the distance, m
-    distance_error_m: float = option(0.5, metavar="N")
+    # standard error of the distance, m: 0.1 if it was measured on the pipe (default for a table of pairs), 0.5 (default for one pair) to 2 from a map
+    distance_error_m: float | None = option(None, metavar="N")
     # standard error of the speed, m/s (default: from the material, or 5 % of the speed)
     speed_error_m_s: float | None = option(None, metavar="N")
     # lowest frequency that is used, Hz; with --band-high-hz
@@ -561,7 +560,7 @@ class Correlate(Operation):
 
     def _all_pairs(self, run: Run) -> Outcome:
         "Correlate all pairs of a table in the nights that are not known."
-        from leakmel.extras.nightly.run import place_of
+        from leakmel.extras.nightly.run import in_degrees, places_of
 
         of_one = "b distance_m speed_m_s material diameter_mm wall_mm offset_s speed_error_m_s band_low_hz band_high_hz html"
         unused = {f"--{name.replace('_', '-')}": x for name, x in values_of(self, of_one).items()}
@@ -573,25 +572,19 @@ class Correlate(Operation):
         named = {name: x for name, x in values_of(self, "table pattern").items() if x is not None}
         folder = user_path(self.a or "")
         manifest = lm.scan(folder, **named, with_labels=False, progress=run.progress) if named else None
-        places = {}
-        for x in manifest.listings if manifest else ():
-            for k, parts in enumerate(x.names if x.extra else ()):
-                place = place_of({name: texts[k] for name, texts in x.extra.items()})
-                if place and place[2]:
-                    places[text_key(parts.sensor)] = place[:2]
         done = lm.correlate_pairs(
             folder,
             user_path(self.pairs or ""),
             user_path(self.state) if self.state else runs_folder() / "pairs",
             manifest=manifest,
-            places=places,
+            places=in_degrees(places_of(manifest)),
             clock_error_s=0.0005 if self.clock_error_s is None else self.clock_error_s,
-            distance_error_m=self.distance_error_m,
+            distance_error_m=0.1 if self.distance_error_m is None else self.distance_error_m,
             progress=run.progress,
         )
         # no pair has a night, and something is wrong
         is_ok = bool(done.pairs) or not done.problems
-        return Outcome(done, {"ok": is_ok} | done.summary, run.answer(done.lines), 0 if is_ok else 1)
+        return Outcome(done, {"ok": is_ok} | done.summary, run.answer([done.text()]), 0 if is_ok else 1)
 
     def __call__(self, run: Run) -> Outcome:
         from leakmel.extras.locate.correlate import synthetic_pair
@@ -779,8 +772,8 @@ class Retrain(Operation):
 @operation(
     "nightly",
     example="leakmel nightly recordings --state nightly",
-    status="exit status: 0 the tables are written (with --exit-code: and no sensor has evidence); 1 failed, or another run holds the state folder; "
-    "2 usage; 3 no space; 4 with --exit-code: sensors have evidence for a leak; 128+n on signal n: run the same command again",
+    status="exit status: 0 the tables are written (with --exit-code: and no sensor has evidence); 1 failed, or another run holds the state folder, "
+    "or only --pairs failed; 2 usage; 3 no space; 4 with --exit-code: sensors or pairs have evidence for a leak; 128+n on signal n: run the same command again",
 )
 class Nightly(Operation):
     "Score new recordings, and write the table of sensors to visit: for timers."
@@ -808,6 +801,8 @@ class Nightly(Operation):
     # CSV file of visits, with the columns sensor and night (YYYY-MM-DD, the last night before the visit), optionally outcome, as leakmel visited writes it: the
     # evidence of these sensors starts again; read after visits.csv of the state folder, which it corrects, except where that has a later entry (column when)
     visited: str | None = option(None, metavar="FILE")
+    # table of pairs of neighbouring loggers, as for leakmel correlate --pairs: tells where between them a source repeats
+    pairs: str | None = option(None, metavar="FILE")
     # data set that drift is measured against, for example the training set, with a model only; it is stored in the state folder (default: the first 28 nights)
     reference: str | None = option(None, metavar="FILE")
     # where times come from: name (file name, pattern or table), or file (where there is none, the modification time, which is wrong for copies)
@@ -835,7 +830,7 @@ class Nightly(Operation):
             **plan.given,
             "model": detector or model,
             "state": state,
-            **values_of(self, "budget audits visited reference time_from device"),
+            **values_of(self, "budget audits visited pairs reference time_from device"),
             "notify": self.notify or os.environ.get("LEAKMEL_NOTIFY") or None,
         }
         files = {"model": model} if model else {}
@@ -844,12 +839,18 @@ class Nightly(Operation):
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Score, and write the tables and summary.json into the state folder."
         done = lm.nightly(**plan.given, progress=run.progress)
-        body = {"ok": True} | done.summary
+        body = {"ok": not done.pairs_failed} | done.summary
         write_summary(plan.out, body)
-        model = [word for path in plan.files.values() for word in ("--model", path)]
-        places = map(show_path, (plan.given["folder"], *model))
-        text = run.answer([done.text()], next=shlex.join(["leakmel", "review", *places]))
-        return Outcome(done, body, text, 4 if self.exit_code and done.to_visit else 0)
+        folder = plan.given["folder"]
+        words = ["review", folder, *(word for path in plan.files.values() for word in ("--model", path))]
+        if done.pairs_failed:
+            # says more on what failed, and goes on when it is mended
+            named = values_of(self, "pairs table pattern")
+            given = [word for name, x in named.items() if x is not None for word in (f"--{name}", x)]
+            words = ["correlate", folder, *given, "--state", done.state / "pairs"]
+        text = run.answer([done.text()], next=shlex.join(["leakmel", *map(show_path, words)]))
+        is_found = self.exit_code and (done.to_visit or done.events)
+        return Outcome(done, body, text, 4 if is_found else 1 if done.pairs_failed else 0)
 
 
 @operation("visited", example="leakmel visited H136 2026-11-29 leak --state nightly")

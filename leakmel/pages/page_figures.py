@@ -163,7 +163,6 @@ def without_folders(page: str) -> str:
 
 
 _FOR_THE_USER = ("## Report", "## Summary as JSON", "## Other parameters")  # begin the end of a run notebook
-_STYLE = "<style>body { max-width: 76rem; margin: 0 auto; padding: 0 1rem; } .plotly-figure { width: 100%; }</style>"
 # nbconvert's links to scripts on the internet
 _SCRIPTS = ("mathjax_url", "require_js_url", "jquery_url", "widget_renderer_url", "mermaid_js_url")
 
@@ -222,7 +221,10 @@ def notebook_page(
         for first in notebook.cells[:1]:  # title and tagline; how to run it follows
             first.source = "\n\n".join(first.source.split("\n\n")[:2])
     body, _ = exporter.from_notebook_node(notebook, about)
-    head = f"{_STYLE}\n{plotly_script() if n_figures else ''}\n</head>"
+    head = (
+        "<style>body { max-width: 76rem; margin: 0 auto; padding: 0 1rem; } "
+        f".plotly-figure {{ width: 100%; }}</style>\n{plotly_script() if n_figures else ''}\n</head>"
+    )
     page = (body if code else without_folders(body)).replace("</head>", head, 1)
     return write_whole(target, page, sync=False), n_figures
 
@@ -347,6 +349,33 @@ def write_report(
         path, without_folders(page).replace("</head>", f"{plotly_script()}</head>", 1), sync=False
     )
 
+# %% ../../nbs/pages/page_figures.ipynb #pg5a0002
+PAGE_STYLE = """:root { color-scheme: light dark; --fg: #1d2125; --dim: #5d666f; --bg: #ffffff; --card: #f5f6f7; --rule: #d9dde1;
+  --hot: #b3261e; --warm: #b26a00; --cool: #1f66b1; --good: #2e7d4f; --line: #1f66b1; }
+@media (prefers-color-scheme: dark) { :root { --fg: #e4e7ea; --dim: #a2abb4; --bg: #15181b; --card: #1f2429; --rule: #3a4149;
+  --hot: #ff8a80; --warm: #ffb74d; --cool: #82b4f0; --good: #7fcf9f; --line: #82b4f0; } }
+body { max-width: 78rem; margin: 0 auto; padding: 0 1rem 3rem; font: 15px/1.45 system-ui, sans-serif; color: var(--fg); background: var(--bg); }
+h1 { font-size: 1.6rem; margin-bottom: .6rem; } h2 { font-size: 1.2rem; margin-top: 2.4rem; }
+.verdict { border-left: 6px solid var(--good); padding: .5rem .9rem; font-size: 1.15rem; font-weight: 600; background: var(--card); margin: .6rem 0; }
+.verdict.hot { border-color: var(--hot); } .warning { border-left: 6px solid var(--warm); padding: .5rem .9rem; background: var(--card); margin: .6rem 0; }
+.facts { color: var(--dim); margin: .3rem 0; } .scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th { text-align: left; color: var(--dim); font-weight: 600; }
+th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--rule); vertical-align: top; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+.sensor { font-weight: 600; overflow-wrap: anywhere; min-width: 6rem; max-width: 14rem; }
+.name { color: var(--dim); font-size: 12px; overflow-wrap: anywhere; max-width: 20rem; }
+.badge { display: inline-block; border-radius: 4px; padding: 0 .4rem; font-size: 12px; font-weight: 600; border: 1px solid currentColor; white-space: nowrap; }
+.evidence { color: var(--hot); } .high { color: var(--warm); } .audit { color: var(--cool); } .bad { color: var(--hot); }
+.visits td { min-width: 3rem; } .visits .why { min-width: 15rem; } .visits audio { width: 20rem; height: 34px; display: block; margin-top: .3rem; }
+.mel { width: 20rem; height: 84px; display: block; image-rendering: pixelated; border-radius: 3px; } .curve { width: 168px; height: 48px; display: block; }
+.limit { stroke: var(--hot); stroke-dasharray: 4 3; stroke-width: 1; } .line { fill: none; stroke: var(--line); stroke-width: 1.6; } .dot { fill: var(--line); }
+.map { width: 100%; background: var(--card); border-radius: 6px; } .p-none { fill: var(--dim); opacity: .6; } .p-evidence { fill: var(--hot); }
+.map text { font-size: 12px; fill: var(--fg); }
+.p-high { fill: var(--warm); } .p-audit { fill: none; stroke: var(--cool); stroke-width: 3; } footer { margin-top: 3rem; color: var(--dim); font-size: 13px; }
+@media (max-width: 60rem) { .visits thead { display: none; } .visits tr { display: block; padding: .6rem 0; border-bottom: 1px solid var(--rule); }
+  .visits td { display: block; width: auto; text-align: left; border: 0; padding: .15rem 0; } .mel, .visits audio { width: 100%; max-width: 24rem; } }"""
+
 # %% ../../nbs/pages/page_figures.ipynb #d865fe6d
 PLAYBACK_DB = -20.0  # RMS re full scale
 BAND_HZ = (30.0, 2000.0)  # of the band-pass filter
@@ -367,7 +396,7 @@ def mono(recording: Recording) -> np.ndarray:  # [n] float32, full scale 1
 
 def playback(
     recording: Recording,
-    band_pass: bool = False,  # keep 30 Hz to 2 kHz only
+    band_pass: bool | tuple[float, float] = False,  # True: keep 30 Hz to 2 kHz only; or a band, Hz
     *,
     part_s: tuple[float, float] = (0.0, MAX_PLAYED_S),
     normalised: bool = True,  # level; False: as recorded
@@ -377,8 +406,8 @@ def playback(
     start, stop = (round(s * rate) for s in part_s)
     x = mono(recording)[start:stop]
     words = [f"{len(x) / rate:.3g} s at {rate:,} Hz"]
-    low, high = BAND_HZ[0], min(BAND_HZ[1], 0.49 * rate)
-    if band_pass and low < high:
+    low, high = np.minimum(BAND_HZ if band_pass is True else band_pass or (0.0, 0.0), 0.49 * rate)
+    if low < high:
         from scipy.signal import butter, sosfiltfilt
 
         sos = butter(4, (low, high), "bandpass", fs=rate, output="sos")
@@ -449,7 +478,7 @@ def spectrogram_levels(
     return 10 * np.log10(np.maximum(np.square(np.abs(np.fft.rfft(frames * np.hanning(n_fft)))).T, 1e-14))
 
 
-def _steps(top: float, most: int) -> list[float]:
+def axis_steps(top: float, most: int) -> list[float]:
     "Round numbers from 0 to `top`, for an axis."
     size = 10 ** math.floor(math.log10(top / most))
     step = next(k * size for k in (1, 2, 5, 10) if k * size >= top / most)
@@ -477,8 +506,8 @@ def spectrogram_svg(
         threshold=threshold,
         duration_s=duration_s,
         top_hz=rate / 2,
-        frequencies=_steps(rate / 2, 5),
-        seconds=_steps(duration_s, 10),
+        frequencies=axis_steps(rate / 2, 5),
+        seconds=axis_steps(duration_s, 10),
     )
 
 

@@ -119,7 +119,10 @@ def picture_of(figure: dict[str, Any]) -> dict[str, str]:
     height = figure["layout"].get("height") or 380
     for kind, width in (("png", 800), ("jpeg", 800), ("png", 560), ("jpeg", 560)):
         with _ONE_BROWSER:
-            drawn = go.Figure(figure).to_image(kind, width=width, height=height * width // 800)
+            shown = go.Figure(figure)
+            if kind == "jpeg":  # which has no transparency: it would become black
+                shown.update_layout(paper_bgcolor="white")
+            drawn = shown.to_image(kind, width=width, height=height * width // 800)
         if len(drawn) <= PICTURE_BYTES:
             return {f"image/{kind}": base64.b64encode(drawn).decode()}
     return {}

@@ -1,4 +1,4 @@
-"visits.html in a real browser: no requests, players that play, nothing wider than the window."
+"visits.html and pairs.html in a real browser: no requests, players that play, nothing wider than the window."
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,9 @@ import pytest
 from made_detectors import made_detector, noise
 from test_nightly import QUIET, name, put_at
 from test_nightly_page import HOSTILE
+from test_pairs import line_of
 
+import leakmel as lm
 from leakmel.extras.nightly.run import VISITS_HTML, nightly
 
 pytestmark = [pytest.mark.site, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -49,3 +51,28 @@ def test_the_page_is_quiet_and_readable(page_file: Path, watched: Any, scheme: s
     assert page.evaluate("document.documentElement.scrollWidth") <= VIEWPORT["width"]
     assert page.evaluate(CONTRAST) > 4.5
     watched.picture(f"visits-{scheme}.png", full_page=True)
+
+
+def test_the_page_of_pairs_plays_both_loggers(tmp_path: Path, watched: Any) -> None:
+    "The page has no script; players are those of the band, and behind a click those of all frequencies."
+    recordings, table = line_of(tmp_path, 1.1, 2)
+    done = lm.correlate_pairs(recordings, table, tmp_path / "state", progress="none")
+    page = watched.page
+    for scheme, width in (("light", 1280), ("dark", 400)):
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.goto(done.page.as_uri())
+        assert [round(s) for s in page.evaluate(PLAYED)] == [10] * 4
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(CONTRAST) > 4.5
+        watched.picture(f"pairs-{scheme}.png", full_page=True)
+    assert page.evaluate(
+        "new Promise(done => { const a = document.querySelector('audio'); a.ontimeupdate = () => a.currentTime > 0.2"
+        " && done(a.currentTime > 0); a.muted = true; a.play().catch(e => done(String(e))); })"
+    )
+    assert not page.locator("details audio").first.is_visible()
+    page.locator("summary").click()
+    assert page.locator("details audio").first.is_visible()
+    assert page.evaluate("document.querySelector('svg.pipe image').getBoundingClientRect().width") > 100
+    assert watched.outside(done.page.as_uri()) == []
+    assert watched.complaints == []

@@ -1,11 +1,15 @@
-"""All pairs of a table every night: simulated pipes, sections, speeds of a line, events, state, faults."""
+"""All pairs of a table every night: simulated pipes, sections, speeds of a line, events, page, state, faults."""
 
+import base64
+import io
 import json
 import math
+import re
 import sqlite3
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,53 +21,37 @@ from leakmel.cli import main
 
 pytest.importorskip("scipy")
 import soundfile
+from bench_pairs import (
+    CLOCK_S,
+    bench_pairs,
+    by_scipy,
+    delay_of,
+    measure_clocks,
+    measure_speeds,
+    other_pairs_table,
+    pairs_table,
+    place_of,
+    route_of,
+)
 from pipe_world import RATE, Case, Section, make_case, make_night
 from scipy.signal import resample_poly
 from scipy.stats import binom
 
+from leakmel.extras.locate import events as pages
 from leakmel.extras.locate import pairs as pairs_of
 from leakmel.extras.locate import sections
 from leakmel.extras.locate.pairs import EVENTS_FILE, STATE_FILE, NightRow, read_pairs, repeat_of, section_of
 
-CLOCK_S = 0.5e-3
 KEYS = ["a", "b", "length_m", "position_m", "low_m", "high_m", "verdict", "n_nights", "event"]
 
 
 # ---- simulated pipes
 
 
-def route_of(case: Case, known: bool) -> sections.Route:
-    """Return what a user knows: speeds within 2 %, or materials and sizes."""
-    made = []
-    for k, (s, speed) in enumerate(zip(case.sections, case.known_m_s, strict=True)):
-        given = speed if known else lm.wave_speed(s.material, s.diameter_mm, s.wall_mm)
-        # sections differ in their speed, also those of one size
-        made.append(replace(section_of(s.length_m, given), pipe=str(k)))
-    return sections.Route(tuple(made))
-
-
 def solve(case: Case, known: bool) -> Any:  # a Place
     """Return the verdict and the position of a case."""
     route = route_of(case, known)
-    n = sections.segment_length(route.most_s, case.rate, case.samples.shape[1])
-    x, y = (sections.recording_spectra(samples, case.rate, n) for samples in case.samples)
-    found = sections.pair_delay(x, y, route, CLOCK_S)
-    if found.verdict != "found":
-        return sections.Place(found.verdict, None, None, None, 0.0)
-    error_s = math.hypot(found.error_s, CLOCK_S)
-    return sections.place_source(route, found.delay_s, error_s, found.centre_hz)
-
-
-def by_scipy(case: Case, known: bool, phat: bool) -> float:
-    """Return the position of the highest cross-correlation, or that of GCC-PHAT, for one mean speed."""
-    length = case.length_m
-    speed = length / sum(s.length_m / s.usual_m_s for s in route_of(case, known).sections)
-    n = 2 * case.samples.shape[1]
-    cross = np.fft.rfft(case.samples[0], n) * np.fft.rfft(case.samples[1], n).conj()
-    values = np.fft.irfft(cross / np.maximum(np.abs(cross), 1e-30) if phat else cross, n)
-    most = int(length / speed * RATE) + 1
-    lag = np.argmax(np.concatenate([values[-most:], values[: most + 1]])) - most
-    return float(np.clip((length + speed * lag / RATE) / 2, 0, length))
+    return place_of(delay_of(case, route), route)
 
 
 def measure(known: bool, sectioned: bool, n: int, seed: int) -> dict[Any, Any]:
@@ -208,6 +196,39 @@ def test_a_new_leak_is_not_hidden_by_one_that_was_repaired() -> None:
     # one night elsewhere is no new leak
     one: Any = repeat_of([*old, *new[:1]], 0.1, CLOCK_S)
     assert (one.k, one.delay_s) == (6, pytest.approx(0.02))
+
+
+def test_clocks_that_differ_every_night_are_noticed() -> None:
+    found = measure_clocks(60)
+    shares = {name.partition(" as")[0].strip(","): x["covered"]["share"] for name, x in found.items()}
+    # twice to four times as much as stated: the interval of an event is wider
+    assert min(shares[f"scatter of {ms} ms"] for ms in ("0.5", "1", "2")) > 0.8
+    assert found["scatter of 20 ms"]["clock"] > 0.9
+    # nobody can know, except where no pipe explains the delay
+    assert 0.5 < found["offset of 20 ms in all nights"]["events"] < 1
+
+
+def test_places_that_alternate_are_no_clock() -> None:
+    """A leak, and on every other night a louder pump beyond a logger."""
+    rows = [NightRow("", "found", t, 1e-4, 300.0, 0.0, b"") for t in [0.02, -0.08, 0.02] * 3]
+    found: Any = repeat_of(rows, 0.1, CLOCK_S)
+    assert (found.k, found.n, found.is_unsteady) == (6, 9, False)
+    assert found.error_s < CLOCK_S
+
+
+def test_speed_of_a_line_with_errors_of_lengths() -> None:
+    found = measure_speeds(200)
+    assert binom.ppf(0.001, 200, 0.93) <= found["told"]["k"] <= binom.ppf(0.999, 200, 0.98)
+    assert found["not told"]["k"] < found["told"]["k"]
+
+
+@pytest.mark.slow
+def test_rehearsal_of_the_measurement(tmp_path: Path) -> None:
+    made = bench_pairs(tmp_path, part=0.005)
+    assert made["rehearsal"]
+    assert made["verified"]["all_ok"]
+    assert len(pairs_table(made).splitlines()) == 1 + 2 * 16
+    assert "ms CPU a pair" in other_pairs_table(made)
 
 
 def test_other_pipes_or_recordings_are_correlated_again(tmp_path: Path) -> None:
@@ -459,3 +480,103 @@ def test_command_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([*words, "--distance-m", "3"]) == 2
     assert main([*words, "--method", "phat"]) == 2
     assert main(["correlate", "a.wav", "--state", "x", "--distance-m", "3"]) == 2
+
+
+# ---- page
+
+
+def sound_of(address: str) -> tuple[np.ndarray, int]:
+    """Return samples and rate of a player."""
+    return soundfile.read(io.BytesIO(base64.b64decode(address.removeprefix("data:audio/wav;base64,"))))
+
+
+def test_page_of_an_event(tmp_path: Path) -> None:
+    """Picture, interval, nights and sounds; once the recordings are gone, no sounds."""
+    recordings, table = line_of(tmp_path, 1.1, 2)
+    write_night(recordings, 2, make_night(99, make_case(0).sections[0], PLACES, None))
+    done = correlate(recordings, table)
+    (event,) = done.events
+    page = done.page.read_text()
+    assert page == pages.pairs_page(done)
+    assert f"<h2>B{event.row.event[1:]}</h2>" in page
+    assert [night.verdict for night in event.nights][:2] == ["found"] * 2
+    peaks = [(n.levels.argmax() + 0.5) * 60 / pages.N_PLACES for n in event.nights[:2]]
+    assert peaks == pytest.approx([n.position_m for n in event.nights[:2]], abs=1.5)
+    assert page.count("<circle") == 2
+    assert [text in page for text in ("2025-11-09", "2025-11-11", "no place at", "No sounds")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert event.sounds.night == "2025-11-10"
+    low, high = event.sounds.band_hz
+    for name, near, whole in event.sounds.players:
+        (x, rate), (y, _) = sound_of(near), sound_of(whole)
+        assert (name in page, rate, len(x)) == (True, RATE, len(y))
+        f = np.fft.rfftfreq(len(x), 1 / rate)
+        outside = (f < 0.5 * low) | (f > 2 * high)
+        shares = [
+            (np.abs(np.fft.rfft(z)) ** 2 @ outside) / np.square(np.abs(np.fft.rfft(z))).sum() for z in (x, y)
+        ]
+        assert shares[0] < 0.01 < 0.05 < shares[1]
+    assert done._repr_html_().count("<svg") == 1
+    assert done.table["event"].notna().tolist() == [True, False, False]
+    for path in recordings.glob("LOG1001*"):
+        path.unlink()
+    again = correlate(recordings, table)
+    assert again.events[0].sounds is None
+    assert "No sounds" in again.page.read_text()
+
+
+def made_event(k: int, name: str, sounds: Any = None) -> Any:
+    """Return an event of 30 nights."""
+    row = pairs_of.PairRow(name, "B", 100.0, 40.0, 38.0, 43.0, "leak", 30, f"between {name} and B, {k}")
+    levels = np.random.default_rng(k).integers(0, 255, pages.N_PLACES).astype(np.uint8)
+    nights = [pages.Night("2025-11-09", "found", 40.0, levels)] * 30
+    return pages.Event(row, sections.Route((section_of(100.0, 1200.0),)), nights, sounds)
+
+
+def test_page_of_many_events_has_a_limit() -> None:
+    clip = "data:audio/wav;base64," + "A" * 110_000
+    sounds = pages.Sounds("2025-11-09", (80.0, 400.0), [("A", clip, clip), ("B", clip, clip)])
+    shown = [made_event(k, f"A{k}", sounds if k < pages.MAX_PLAYED else None) for k in range(300)]
+    quiet = [pairs_of.PairRow(f"Q{k}", "R", 9.0, None, None, None, "none", 1, None) for k in range(20_000)]
+    rows = [*quiet, *(event.row for event in shown)]
+    page = pages.pairs_page(SimpleNamespace(pairs=rows, events=shown, speeds=(), problems={}, budget=1.0))
+    assert 4_000_000 < len(page.encode()) < 5_000_000
+    n_full = page.count("<section>")
+    assert pages.MAX_PLAYED < n_full <= pages.IN_FULL
+    assert f"<td>between A{n_full} and B, {n_full}</td>" in page  # the others come first in the table
+    assert "20,200; leakmel correlate --json has all" in page
+
+
+def test_hostile_names_of_loggers_are_text(tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>'\"{{ 7 * 7 }}"
+    event = made_event(0, bad, pages.Sounds("2025-11-09", (80.0, 400.0), [(bad, "data:,", "data:,")]))
+    section = replace(event.route.sections[0], pipe=bad)
+    event = event._replace(route=sections.Route((section, section)))
+    speed = pairs_of.PipeSpeed(bad, bad, 1.0, 2.0, 3.0, 1)
+    other = pairs_of.PairRow("B", bad, 1.0, None, None, None, "none", 1, None)
+    given: dict[str, Any] = {
+        "pairs": (event.row, other),
+        "speeds": (speed,),
+        "n_added": 0,
+        "problems": {bad: 1},
+        "budget": 1.0,
+    }
+    done = pairs_of.PairsRun(tmp_path, tmp_path, **given, events=(event,), layer={})
+    for text in (pages.pairs_page(done), done._repr_html_()):
+        assert "<script" not in text
+        assert "{{ 7 * 7 }}" in text
+        assert "&lt;script&gt;" in text
+        assert not re.search("=[^'\"<>]*'[^'<>]*alert", text)
+
+
+def test_a_page_of_others_is_not_replaced(tmp_path: Path) -> None:
+    recordings, table = line_of(tmp_path, 1.0, 1)
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "pairs.html").write_text("<!doctype html><p>mine")
+    with pytest.raises(lm.LeakmelError) as error:
+        correlate(recordings, table)
+    assert error.value.code == "other-file-in-the-way"

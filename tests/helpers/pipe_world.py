@@ -141,8 +141,11 @@ def make_case(
     kind: str = "leak",  # "leak", "outside" or "none"
     n_sections: int = 1,
     material: str | None = None,
+    *,
+    night: int | None = None,
+    snr_db: float | None = None,
 ) -> Case:
-    """Make a pair of recordings."""
+    """Make a pair of recordings; pipes, place of the source, branch and hum of a seed are the same in all nights."""
     rng = np.random.default_rng([seed, 52])
     sections = make_sections(rng, n_sections, material)
     length = sum(s.length_m for s in sections)
@@ -150,7 +153,8 @@ def make_case(
     # the clock of b differs and runs at another rate: its samples are those of other times
     clock, drift = 0.5e-3 * rng.standard_normal(), 20e-6 * rng.uniform(-1, 1)
     f = np.fft.rfftfreq(n, 1 / RATE)
-    snr_db = rng.uniform(-3, 15)
+    drawn_db = rng.uniform(-3, 15)
+    snr_db = drawn_db if snr_db is None else snr_db
     position = {
         "leak": rng.uniform(0.03, 0.97) * length,
         "outside": rng.choice([-1, 1]) * rng.uniform(3, 40),
@@ -160,6 +164,10 @@ def make_case(
         position += length
     has_hum, has_tap, has_branch = rng.random(3) < (0.4, 0.3, 0.3)
     branch = (rng.uniform(0.1, 0.9) * length, rng.uniform(3, 25), rng.uniform(0.1, 0.33))
+    if night is not None:
+        rng = np.random.default_rng([seed, 52, night])
+        clock, drift = 0.5e-3 * rng.standard_normal(), 20e-6 * rng.uniform(-1, 1)
+        has_tap = rng.random() < 0.3
     source = np.fft.rfft(rng.standard_normal(n)) * (np.maximum(f, 10.0) / 100) ** -rng.uniform(0, 0.6)
     source *= (f > rng.uniform(8, 20)) / np.sqrt(1 + (f / rng.uniform(800, 1600)) ** 4)
     found = [_noise(rng, n, f) for _ in "ab"]

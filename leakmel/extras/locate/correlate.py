@@ -13,7 +13,6 @@ import os
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from scipy import fft, ndimage, signal, special
 
 from leakmel.core.errors import DataError, UsageError, require_choice
-from leakmel.extras.locate.sections import REFERENCE_HZ, SHARES, Place, Route, Section, place_source
+from leakmel.extras.locate.sections import REFERENCE_HZ, SHARES, Route, Section, place_source
 from leakmel.pages.plots import MAX_POINTS, Trace, apply_style, f32, label_colour, styled_subplots
 from leakmel.recordings.naming import iso_time, parse_name
 from leakmel.recordings.wav import Recording, digest_of, read_wav
@@ -76,9 +75,9 @@ class WaveSpeed:
 
     @property
     def quantiles_m_s(self) -> np.ndarray:
-        "Quantiles `sections.SHARES` of the speed, [65]: equally likely in the measured range, 2 % to each side of it."
+        "Quantiles `sections.SHARES` of the speed, [65]: equally likely in the measured range, 1 % to each side of it."
         low, high = self.range_m_s
-        return np.interp(SHARES, [0, 0.02, 0.98, 1], [0.999 * low, *self.measured_m_s, 1.001 * high])
+        return np.interp(SHARES, [0, 0.01, 0.99, 1], [0.999 * low, *self.measured_m_s, 1.001 * high])
 
     @property
     def error_m_s(self) -> float:
@@ -459,7 +458,7 @@ def _common_time(
     return x, y, shift / rate - offset_s
 
 # %% ../../../nbs/extras/locate/correlate.ipynb #a1c30008
-Z95 = NormalDist().inv_cdf(0.975)
+Z95 = float(special.ndtri(0.975))
 
 
 # what the figure of a correlation is drawn from: `CrossSpectra`, the largest delay within the pipe, the delay about which the
@@ -526,8 +525,7 @@ class Correlation:
 
     def to_dict(self) -> dict[str, Any]:
         "Return the result as plain values, without the curves."
-        shown = {name: value for name, value in vars(self).items() if name != "curves"}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items() if k != "curves"}
 
     def figure(self) -> Any:  # go.Figure
         "Draw the correlogram over the position, the coherence, and the phase with its fit."
@@ -576,7 +574,7 @@ def _significance(x: CrossSpectra, method: str, most_s: float) -> tuple[float, f
     level = np.abs(values) / np.maximum(spread / spread.max(), 1e-3)
     inside = np.abs(lags) <= most_s
     sigma = 1.4826 * float(np.median(level[~inside]))
-    needed = NormalDist().inv_cdf(1 - 0.01 / (2 * int(inside.sum())))
+    needed = float(special.ndtri(1 - 0.01 / (2 * int(inside.sum()))))
     return float(level[inside].max()) / sigma if sigma > 0 else 0.0, needed
 
 
@@ -642,21 +640,6 @@ class _Pipe:
         "Position from a with the usual speed, m."
         return (self.distance_m + self.speed_m_s * delay_s) / 2
 
-    def errors_m(self, delay_s: float, delay_error_s: float) -> dict[str, float]:
-        "Standard error of the position and its parts, m."
-        parts = {
-            "delay": self.speed_m_s / 2 * delay_error_s,
-            "clock": self.speed_m_s / 2 * self.clock_error_s,
-            "speed": abs(delay_s) / 2 * self.speed_error_m_s,
-            "distance": self.distance_error_m / 2,
-        }
-        return {"total": math.hypot(*parts.values()), **parts}
-
-    def place(self, delay_s: float, delay_error_s: float) -> Place:
-        "Verdict, position and 95 % interval of a delay, by the speeds of the route at the frequencies of the delay."
-        error_s = max(math.hypot(delay_error_s, self.clock_error_s), 1e-9)
-        return place_source(self.route, delay_s, error_s, REFERENCE_HZ, self.distance_error_m)
-
 
 def _pipe(
     distance_m: float,
@@ -667,9 +650,8 @@ def _pipe(
 ) -> _Pipe:
     "Check the geometry; raises UsageError."
     given = float(np.median(speed.quantiles_m_s)) if isinstance(speed, WaveSpeed) else speed
-    error_m_s = speed_error_m_s
-    if error_m_s is None:
-        error_m_s = speed.error_m_s if isinstance(speed, WaveSpeed) else 0.05 * given
+    usual_m_s = speed.error_m_s if isinstance(speed, WaveSpeed) else 0.05 * given
+    error_m_s = usual_m_s if speed_error_m_s is None else speed_error_m_s
     values = {
         "distance_m": distance_m,
         "speed_m_s": given,
@@ -694,10 +676,9 @@ def _pipe(
             expected=f"below {distance_m / (Z95 * given):.4f} s; {0.1 * distance_m / (Z95 * given):.4f} s for an interval of a tenth of the pipe",
             remedy="synchronise the loggers, or record both on two channels of one recorder",
         )
+    speeds = np.maximum(given + error_m_s * special.ndtri(SHARES), given / 2)
     if isinstance(speed, WaveSpeed) and speed_error_m_s is None:
         speeds = speed.quantiles_m_s
-    else:
-        speeds = np.maximum(given + error_m_s * special.ndtri(SHARES), given / 2)
     route = Route((Section(distance_m, speeds, 0.0, "pipe"),))
     return _Pipe(distance_m, distance_error_m, given, error_m_s, clock_error_s, route)
 
@@ -743,26 +724,31 @@ def _located(
 ) -> Correlation:
     "Add what a significant delay says: verdict, position and notes."
     delay_s = result.curves.delay_s
-    errors = pipe.errors_m(delay_s, delay.error_s)
+    parts_m = {
+        "delay": pipe.speed_m_s / 2 * delay.error_s,
+        "clock": pipe.speed_m_s / 2 * pipe.clock_error_s,
+        "speed": abs(delay_s) / 2 * pipe.speed_error_m_s,
+        "distance": pipe.distance_error_m / 2,
+    }
+    error_m = math.hypot(*parts_m.values())
     position_m = min(max(pipe.position_m(delay_s), 0.0), pipe.distance_m)
     others = (pipe.position_m(float(t)) for t in lags_s[1:])
-    if far := [
-        p for p in others if 0 <= p <= pipe.distance_m and abs(p - position_m) > Z95 * errors["total"]
-    ]:
+    if far := [p for p in others if 0 <= p <= pipe.distance_m and abs(p - position_m) > Z95 * error_m]:
         return replace(
             result, verdict="ambiguous", candidates_m=(position_m, *far)[:10], notes=(_NOTES["ambiguous"],)
         )
-    place = pipe.place(delay_s, delay.error_s)
+    total_s = math.hypot(delay.error_s, pipe.clock_error_s)
+    place = place_source(pipe.route, delay_s, max(total_s, 1e-9), REFERENCE_HZ, pipe.distance_error_m)
     is_leak = place.verdict == "leak"
     errors_s = {
-        "total": math.hypot(delay.error_s, pipe.clock_error_s),
+        "total": total_s,
         "cramer_rao": delay.bound_s,
         "jackknife": delay.jackknife_s,
         "clock": pipe.clock_error_s,
     }
     texts = {
         _NOTES["beyond"].format("ab"[delay_s > 0]): is_leak and place.between < 0.95,
-        _NOTES["zero"]: is_leak and abs(delay_s) < max(2 / result.sample_rate, 2 * errors_s["total"]),
+        _NOTES["zero"]: is_leak and abs(delay_s) < max(2 / result.sample_rate, 2 * total_s),
         _NOTES["misfit"].format(delay.misfit): delay.misfit > 2,
         _NOTES["inverted"]: is_inverted,
         _NOTES["outside"]: not is_leak,
@@ -777,7 +763,7 @@ def _located(
         delay_s=delay_s,
         delays_s=delay.by_method,
         errors_s=errors_s,
-        errors_m=errors,
+        errors_m={"total": error_m, **parts_m},
         notes=tuple(text for text, holds in texts.items() if holds),
     )
 
@@ -900,6 +886,6 @@ def correlation_traces(
     ]
     if found.delay_s is not None:
         ends = f32(f[[0, -1]])
-        fit = {"x": ends, "y": -2 * np.pi * ends * found.delay_s, "name": "phase of the delay", "line": line}
-        traces.append((3, fit))
+        delay = -2 * np.pi * ends * found.delay_s
+        traces.append((3, {"x": ends, "y": delay, "name": "phase of the delay", "line": line}))
     return traces

@@ -6,6 +6,7 @@
 __all__ = ['correlate_pairs']
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100002
+import html
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xxhash
 from scipy import signal, sparse, special
 
@@ -37,9 +39,12 @@ from leakmel.core.errors import (
 from leakmel.core.files import OutputLock, write_errors, write_whole
 from leakmel.core.monitor import usable_cores
 from leakmel.core.progress import Progress
+from leakmel.core.store import Folder
+from leakmel.detector.model.files import require_result
 from leakmel.detector.predict.scoring import find_recordings
-from leakmel.extras.locate import sections
+from leakmel.extras.locate import events, sections
 from leakmel.extras.locate.correlate import WaveSpeed, wave_speed
+from leakmel.extras.locate.events import MAX_PLAYED, PAGE_BEGINS, Event, Night, Sounds
 from leakmel.extras.locate.sections import Route, Section
 from leakmel.recordings.manifest import Manifest, scan
 from leakmel.recordings.naming import guess_pattern
@@ -139,7 +144,7 @@ def recordings_of_nights(
             manifest = scan(folder, pattern=pattern, with_labels=False, progress=progress)
             listed = find_recordings(folder, manifest=manifest, progress=progress)
     found: dict[str, dict[str, list[Timed]]] = defaultdict(lambda: defaultdict(list))
-    root = Path(listed.listing.folder)
+    root = listed.listing.folder
     for path, name, *version in zip(
         listed.listing.paths,
         listed.names,
@@ -198,14 +203,16 @@ class _Kept(dict):
 class _Reader:
     "Recordings of a folder and their spectra; those that were used last are kept."
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Folder):
         self.folder = folder
         self.samples = _Kept(self._samples)
         self.spectra = _Kept(self._spectra)
 
     def _samples(self, path: str) -> tuple[np.ndarray, int]:
         "Return samples [N] float32 and their rate, Hz; raises LeakmelError."
-        found = read_wav(self.folder / path)
+        name = os.fsencode(path)
+        with self.folder.local([name]) as local:
+            found = read_wav(local[name])
         samples = found.samples[:, 0].astype(np.float32)
         if not len(samples) or samples.min() == samples.max():
             raise DataError("all samples of the recording are equal", code="silent-recording", path=path)
@@ -219,8 +226,8 @@ class _Reader:
             samples = signal.resample_poly(samples, rate // divisor, own // divisor)
         return sections.recording_spectra(samples[round(skip_s * rate) :], rate, n)
 
-    def delay(self, pair: Pair, taken: Taken, clock_error_s: float) -> sections.PairDelay:
-        "Correlate two recordings; raises LeakmelError."
+    def segments(self, pair: Pair, taken: Taken) -> tuple[sections.Spectra, sections.Spectra]:
+        "Return the spectra of the common time of two recordings at a common rate; raises LeakmelError."
         a, b, offset_s, _ = taken
         x, first = self.samples[a.path,]
         y, second = self.samples[b.path,]
@@ -242,13 +249,34 @@ class _Reader:
         n = sections.segment_length(pair.route.most_s, rate, int(common_s * rate))
         left = self.spectra[a.path, max(0.0, offset_s), rate, n]
         right = self.spectra[b.path, max(0.0, -offset_s), rate, n]
-        found = sections.pair_delay(*sections.common_segments(left, right), pair.route, clock_error_s)
+        return sections.common_segments(left, right)
+
+    def delay(self, pair: Pair, taken: Taken, clock_error_s: float) -> sections.PairDelay:
+        "Correlate two recordings; raises LeakmelError."
+        left, right = self.segments(pair, taken)
+        found = sections.pair_delay(left, right, pair.route, clock_error_s)
         # what is left of the offset
-        return found._replace(delay_s=found.delay_s + round(offset_s * rate) / rate - offset_s)
+        left_s = round(taken.offset_s * left.rate) / left.rate - taken.offset_s
+        return found._replace(delay_s=found.delay_s + left_s)
+
+    def sounds(self, pair: Pair, night: str, taken: Taken) -> Sounds | None:
+        "Return the sounds of two recordings in the band that they have in common, and of all of it; None if they cannot be read."
+        try:
+            band_hz = events.common_band(*self.segments(pair, taken))
+            players = []
+            for name, timed, skip_s in zip(
+                pair[:2], taken[:2], (taken.offset_s, -taken.offset_s), strict=True
+            ):
+                samples, rate = self.samples[timed.path,]
+                players.append((name, *events.sound_addresses(samples, rate, max(0.0, skip_s), band_hz)))
+        except LeakmelError:
+            return None
+        return Sounds(night, band_hz, players)
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100008
 STATE_FILE = "pairs.sqlite"
 EVENTS_FILE = "events.geojson"
+PAGE_FILE = "pairs.html"
 _APPLICATION_ID = 0x6C6D7031  # "lmp1"
 _VERSION = 1
 # pipes: digest of a pair; recordings: digest of both recordings
@@ -374,8 +402,11 @@ def _add_nights(
 FALSE_SHARE = 0.02  # of pair-nights without a source, that have a delay
 RECENT_NIGHTS = 30  # of a pair, that count: a leak that was repaired is forgotten after these
 BY_CHANCE = 0.001  # most probability of a repeat that goes before one of more, but earlier nights
-# nights that agree, and all that could have; delay and its standard error with clocks, s; its frequency, Hz; probability of as many without a source
-Repeat = namedtuple("Repeat", "k n delay_s error_s centre_hz by_chance")
+# scatter of the delays of nights over their errors: from the first on it replaces the stated error of the clocks, from the second on it is not believed
+WIDER = (1.7, 8.0)
+# nights that agree, and all that could have; delay and its standard error with clocks, s; its frequency, Hz; probability of as many without a source;
+# whether there is a source on so many nights, but most of them agree with no other: the clocks differ by more than was stated
+Repeat = namedtuple("Repeat", "k n delay_s error_s centre_hz by_chance is_unsteady")
 
 
 def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> Repeat | None:
@@ -386,6 +417,13 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     if not found:
         return None
     delays = np.array([r.delay_s for r in found])
+    own_error_s = float(np.median([r.error_s for r in found]))
+    # by the median of steps from night to night, which one step does not change: a second leak, clocks that were set again
+    steps = np.abs(np.diff(delays))
+    observed_s = float(np.median(steps)) / 0.954 if len(steps) > 2 else 0.0
+    wider = observed_s / math.hypot(own_error_s, clock_error_s)
+    if WIDER[0] < wider < WIDER[1]:
+        clock_error_s = observed_s
     errors = np.hypot([r.error_s for r in found], clock_error_s)
     near = np.abs(delays[:, None] - delays) < 2.5 * np.hypot(errors[:, None], errors)
     counts = near.sum(axis=1)
@@ -396,11 +434,15 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     best = np.lexsort((counts, newest))[-1]
     own = near[best]
     k = int(counts[best])
-    weights = errors[own] ** -2
+    delay_s = float(np.average(delays[own], weights=errors[own] ** -2))
     # the clocks differ by another amount each night; an echo is the same every night
-    error_s = math.hypot(float(np.median([r.error_s for r in found])), clock_error_s / math.sqrt(k))
+    scatter_s = max(clock_error_s, math.sqrt(delays[own].var() * k / max(k - 1, 1)))
+    error_s = math.hypot(own_error_s, scatter_s / math.sqrt(k))
     hz = float(np.exp(np.mean([math.log(r.centre_hz) for r, x in zip(found, own, strict=True) if x])))
-    return Repeat(k, n, float(np.average(delays[own], weights=weights)), error_s, hz, float(by_chance[best]))
+    # two places that alternate are no clock: one of them has more than half of the nights
+    is_unsteady = wider >= WIDER[1] and 2 * counts.max() <= len(found)
+    is_lasting = special.bdtrc(len(found) - 1, n, FALSE_SHARE) < BY_CHANCE
+    return Repeat(k, n, delay_s, error_s, hz, float(by_chance[best]), bool(is_unsteady and is_lasting))
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000d
 def lines_of(pairs: Sequence[Pair]) -> dict[str, str]:
@@ -417,6 +459,7 @@ def lines_of(pairs: Sequence[Pair]) -> dict[str, str]:
 def posterior_speeds(
     section: Section,
     delays: Iterable[tuple[float, Repeat]],  # of pairs of this pipe alone: length, m, and delay
+    length_error_m: float = 0.0,  # standard error of each length, the same in all nights; at most a fifth of it
 ) -> np.ndarray:  # [65] m/s
     "Return the quantiles SHARES of the speed of a pipe after the delays of its pairs."
     speeds = np.interp((np.arange(2000) + 0.5) / 2000, sections.SHARES, section.speeds_m_s)
@@ -425,11 +468,11 @@ def posterior_speeds(
         rise = 1 - section.loss * math.log(found.centre_hz / sections.REFERENCE_HZ)
         times = length_m * rise / speeds
         # the speed at the frequency of the delay is not known better than the loss
-        error_s = math.hypot(found.error_s, 0.2 * abs(1 - rise) * float(times.mean()))
+        relative = math.hypot(0.2 * (1 - rise), min(length_error_m / length_m, 0.2))
+        error_s = np.hypot(found.error_s, relative * times)
         away = (abs(found.delay_s) - times) / error_s
         beyond = np.exp(-0.5 * away**2) / (2 * math.sqrt(2 * math.pi) * error_s)
-        likelihood = 0.5 * beyond + 0.5 * special.ndtr(-away) / (2 * times)
-        logs += np.log(likelihood + 0.01 / times.max())
+        logs += np.log(0.5 * beyond + 0.25 * special.ndtr(-away) / times + 0.01 / times.max())
     weights = np.exp(logs - logs.max())
     return np.interp(sections.SHARES, (weights.cumsum() - weights / 2) / weights.sum(), speeds)
 
@@ -439,7 +482,7 @@ PipeSpeed = namedtuple("PipeSpeed", "line pipe low_m_s speed_m_s high_m_s n_pair
 
 
 def _told_speeds(
-    db: sqlite3.Connection, pairs: Sequence[Pair], clock_error_s: float
+    db: sqlite3.Connection, pairs: Sequence[Pair], clock_error_s: float, distance_error_m: float
 ) -> tuple[list[Pair], list[PipeSpeed]]:
     "Return the pairs with the speeds that their nights tell, and these speeds."
     line = lines_of(pairs)
@@ -448,20 +491,19 @@ def _told_speeds(
     for pair in pairs:
         s, *others = pair.route.sections
         found = repeat_of(nights_of(db, pair), pair.route.most_s, clock_error_s)
-        if found and all(other.pipe == s.pipe for other in others):
+        if found and not found.is_unsteady and all(other.pipe == s.pipe for other in others):
             first.setdefault((line[pair.a], s.pipe), s)
             told[line[pair.a], s.pipe].append((pair.route.length_m, found))
-    new = {key: posterior_speeds(first[key], delays) for key, delays in told.items()}
+    new = {key: posterior_speeds(first[key], own, distance_error_m) for key, own in told.items()}
     shown = [
         PipeSpeed._make((*key, *np.interp([0.025, 0.5, 0.975], sections.SHARES, v).tolist(), len(told[key])))
         for key, v in new.items()
     ]
-
-    def told_section(pair: Pair, s: Section) -> Section:
-        return replace(s, speeds_m_s=new.get((line[pair.a], s.pipe), s.speeds_m_s))
-
-    routes = (Route(tuple(told_section(pair, s) for s in pair.route.sections)) for pair in pairs)
-    return [pair._replace(route=route) for pair, route in zip(pairs, routes, strict=True)], shown
+    after = [
+        [replace(s, speeds_m_s=new.get((line[pair.a], s.pipe), s.speeds_m_s)) for s in pair.route.sections]
+        for pair in pairs
+    ]
+    return [pair._replace(route=Route(tuple(own))) for pair, own in zip(pairs, after, strict=True)], shown
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100010
 # what all nights say of a pair: loggers and length of the pipe; position from a and 95 % interval, m, or None; verdict leak, outside, none, hum,
@@ -476,20 +518,20 @@ def _row(
     found = repeat_of(rows, pair.route.most_s, clock_error_s)
     is_repeated = found is not None and found.k > 1 and found.by_chance < budget / 1000
     last = rows[-1]
-    if found is None or (not is_repeated and last.verdict != "found"):
-        return PairRow(pair.a, pair.b, pair.route.length_m, None, None, None, last.verdict, len(rows), None)
-    if is_repeated:
-        given = (found.delay_s, found.error_s, found.centre_hz)
-    else:
-        given = (last.delay_s, math.hypot(last.error_s, clock_error_s), last.centre_hz)
+    if found is None or found.is_unsteady or (not is_repeated and last.verdict != "found"):
+        verdict = "clock" if found and found.is_unsteady else last.verdict
+        return PairRow(pair.a, pair.b, pair.route.length_m, None, None, None, verdict, len(rows), None)
+    of_last = (last.delay_s, math.hypot(last.error_s, clock_error_s), last.centre_hz)
+    delay_s, error_s, hz = found[2:5] if is_repeated else of_last
     # no length is drawn below 0
-    place = sections.place_source(pair.route, *given, min(distance_error_m, 0.2 * pair.route.length_m))
-    event = None
-    if is_repeated and place.verdict == "leak":
-        event = (
-            f"between {pair.a} and {pair.b}, {place.position_m:.0f} m from {pair.a} "
-            f"({place.low_m:.1f} to {place.high_m:.1f}), {found.k} of {found.n} nights"
-        )
+    length_error_m = min(distance_error_m, 0.2 * pair.route.length_m)
+    place = sections.place_source(pair.route, delay_s, error_s, hz, length_error_m)
+    event = (
+        f"between {pair.a} and {pair.b}, {place.position_m:.0f} m from {pair.a} "
+        f"({place.low_m:.1f} to {place.high_m:.1f}), {found.k} of {found.n} nights"
+        if is_repeated and place.verdict == "leak"
+        else None
+    )
     return PairRow(pair.a, pair.b, pair.route.length_m, *place[1:4], place.verdict, len(rows), event)
 
 
@@ -508,6 +550,39 @@ def events_geojson(rows: Iterable[PairRow], places: Mapping[str, tuple[float, fl
         if row.event and row.a in places and row.b in places
     ]
     return {"type": "FeatureCollection", "features": features}
+
+
+def _events(
+    db: sqlite3.Connection,
+    rows: Iterable[PairRow],
+    pairs: Sequence[Pair],
+    given: Sequence[Pair],  # the same pairs, with the speeds of the table
+    reader: _Reader,
+    nights: Mapping[str, Mapping[str, Sequence[Timed]]],
+) -> list[Event]:
+    "Return what the page shows of the pairs with an event: those of most nights first, and of these the one with the shortest interval."
+    routes = {(pair.a, pair.b): (pair, first.route.most_s) for pair, first in zip(pairs, given, strict=True)}
+    found = []
+    for row in (row for row in rows if row.event):
+        pair, most_s = routes[row.a, row.b]
+        own = nights_of(db, pair)[-RECENT_NIGHTS:]
+        drawn = []
+        for r, levels in zip(
+            own, events.levels_over_pipe(pair.route, most_s, [r.curve for r in own]), strict=True
+        ):
+            at = pair.route.usual_place(r.delay_s, r.centre_hz) if r.verdict == "found" else None
+            drawn.append(Night(r.night, r.verdict, at, levels))
+        n_found = sum(night.position_m is not None for night in drawn)
+        found.append((-n_found, row.high_m - row.low_m, Event(row, pair.route, drawn, None)))
+    ordered = [event for *_, event in sorted(found, key=itemgetter(0, 1))]
+    for k, event in enumerate(ordered[:MAX_PLAYED]):
+        a, b = event.row[:2]
+        dates = (n.night for n in event.nights if n.position_m is not None)
+        heard = [date for date in dates if {a, b} <= nights.get(date, {}).keys()]
+        if heard:
+            taken = together(nights[heard[-1]][a], nights[heard[-1]][b])
+            ordered[k] = event._replace(sounds=reader.sounds(routes[a, b][0], heard[-1], taken))
+    return ordered
 
 
 MOST_NAMED = 5  # loggers without a recording
@@ -544,6 +619,19 @@ class PairsRun:
     speeds: tuple[PipeSpeed, ...]
     n_added: int  # pair-nights of this run
     problems: Mapping[str, int]  # what was wrong -> how many pair-nights or pairs
+    budget: float  # false events per 1,000 pair-nights
+    events: tuple[Event, ...]  # the most certain first
+    layer: Mapping[str, Any]  # content of events.geojson
+
+    @property
+    def page(self) -> Path:
+        "HTML file with pictures and sounds of the events."
+        return self.state / PAGE_FILE
+
+    @property
+    def table(self) -> pd.DataFrame:
+        "One row per pair that has a night."
+        return pd.DataFrame(self.pairs, columns=PairRow._fields)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -551,29 +639,36 @@ class PairsRun:
         return {
             "folder": show_path(self.folder),
             "state": show_path(self.state),
+            "page": show_path(self.page),
             "pairs": [row._asdict() for row in self.pairs],
             "speeds": [s._asdict() for s in self.speeds],
             "n_added": self.n_added,
             "problems": dict(self.problems),
         }
 
-    @property
-    def lines(self) -> list[str]:
-        "Events, counts, problems and speeds as lines."
+    def text(self) -> str:
+        "Return counts, events, problems and speeds as lines."
         kinds = Counter(row.verdict for row in self.pairs)
         counts = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()) or "no night"
-        return [
+        first, *others = [event.row.event for event in self.events] or [""]
+        lines = [
             f"{how_many(len(self.pairs), 'pair')}: {counts}; {how_many(self.n_added, 'new pair-night')}",
-            *(row.event for row in self.pairs if row.event),
+            first,
+            f"pictures and sounds: {show_path(self.page)}",
+            *others,
             *(f"{text} ({how_many(n, 'pair')})" for text, n in self.problems.items()),
             *(
                 f"{s.pipe}, line of {s.line}: {s.speed_m_s:.0f} m/s ({s.low_m_s:.0f} to {s.high_m_s:.0f}), by {how_many(s.n_pairs, 'pair')}"
                 for s in self.speeds
             ),
         ]
+        return "\n".join(filter(None, lines))
 
-    def __repr__(self) -> str:
-        return "\n".join(self.lines)
+    __repr__ = text
+
+    def _repr_html_(self) -> str:
+        lines = "<br>".join(html.escape(line) for line in self.text().splitlines())
+        return f"<p>{lines}</p>{''.join(map(events.event_picture, self.events[:MAX_PLAYED]))}"
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100012
 def correlate_pairs(
@@ -589,7 +684,7 @@ def correlate_pairs(
     # standard error of the difference of two clocks at the start of a recording, s, 0 to 0.1
     clock_error_s: float = 0.0005,
     # standard error of the length of the pipe between two loggers, m, 0 to 100; at most a fifth of the length is used
-    distance_error_m: float = 0.5,
+    distance_error_m: float = 0.1,
     # false events per 1,000 pair-nights, above 0 to 1000
     budget: float = 1.0,
     # sensor -> longitude and latitude, degrees
@@ -617,14 +712,21 @@ def correlate_pairs(
             code="output-in-source",
             path=target,
         )
-    with _state(target) as db, Progress(None, label="pairs", unit="pairs", show=progress, after_s=1.0) as bar:
-        n_added, problems = _add_nights(db, table, _Reader(root), nights, clock_error_s, bar)
-        after, speeds = _told_speeds(db, table, clock_error_s)
+    require_result(target / PAGE_FILE, "page of pairs", PAGE_BEGINS.encode())
+    bar = Progress(None, label="pairs", unit="pairs", show=progress, after_s=1.0)
+    with _state(target) as db, bar, Folder(root) as opened:
+        reader = _Reader(opened)
+        n_added, problems = _add_nights(db, table, reader, nights, clock_error_s, bar)
+        after, speeds = _told_speeds(db, table, clock_error_s, distance_error_m)
         found = ((pair, nights_of(db, pair)) for pair in after)
         rows = [_row(pair, own, clock_error_s, distance_error_m, budget) for pair, own in found if own]
         others = "SELECT 1 FROM nights WHERE a = ? AND b = ? AND pipes <> ? LIMIT 1"
         problems.update(_OTHER_PIPES for p in after if db.execute(others, (p.a, p.b, p.digest)).fetchone())
         heard = {(row.a, row.b) for row in rows}
         problems.update(_without_night([p for p in after if (p.a, p.b) not in heard], nights))
-        write_whole(target / EVENTS_FILE, json.dumps(events_geojson(rows, places or {})) + "\n")
-    return PairsRun(root, target, tuple(rows), tuple(speeds), n_added, problems)
+        layer = events_geojson(rows, places or {})
+        shown = tuple(_events(db, rows, after, table, reader, nights))
+        done = PairsRun(root, target, tuple(rows), tuple(speeds), n_added, problems, budget, shown, layer)
+        write_whole(target / EVENTS_FILE, json.dumps(layer) + "\n")
+        write_whole(done.page, events.pairs_page(done))
+    return done

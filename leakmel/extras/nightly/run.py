@@ -15,7 +15,7 @@ import math
 import os
 import shlex
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -32,6 +32,7 @@ import pandas as pd
 import leakmel
 from leakmel.core.errors import (
     DataError,
+    LeakmelError,
     OutputError,
     UsageError,
     how_many,
@@ -55,7 +56,7 @@ from leakmel.extras.nightly.handover import Delivery, Place, check_address, deli
 from leakmel.extras.nightly.history import History, HistoryEntry, night_before, night_of
 from leakmel.mel.engines import open_engine
 from leakmel.mel.spec import MelSpec
-from leakmel.pages.page_figures import filled, playback, png_bytes
+from leakmel.pages.page_figures import PAGE_STYLE, filled, playback, png_bytes
 from leakmel.pages.plots import f32, label_colour, styled_figure
 from leakmel.recordings.demo import LABELS
 from leakmel.recordings.labels import LABELS_COLUMNS
@@ -322,6 +323,9 @@ class NightlyRun:
     is_first: bool = True  # the history had no night before
     site_outlook: str = ""  # what a detector of this site would give, by the labels of visits
     messages: Delivery | None = None  # what was sent; None: nothing was to be
+    events: tuple[Mapping[str, Any], ...] = ()  # rows of `PairsRun.pairs` with an event, if pairs were given
+    event_lines: tuple[Any, ...] = ()  # features of a map layer
+    pairs_failed: str = ""  # why the pairs were not correlated; empty: they were, or none were given
 
     @property
     def last_night(self) -> str:
@@ -391,8 +395,9 @@ class NightlyRun:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        "Sentences on the network and the model."
-        return tuple(filter(None, (*self.notes, "" if self.drift is None else self.drift.warning)))
+        "Sentences on the pairs, the network and the model."
+        drift = "" if self.drift is None else self.drift.warning
+        return tuple(filter(None, (self.pairs_failed, *self.notes, drift)))
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -412,6 +417,7 @@ class NightlyRun:
             "warnings": list(self.warnings),
             "visit_results": dict(self.results),
             "drift": None if self.drift is None else self.drift.to_dict(),
+            "events": [*map(dict, self.events)],
             "sensors": [vars(r).copy() for r in self.sensors],
         }
 
@@ -459,6 +465,10 @@ class NightlyRun:
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
                 *[f"  warning: {self.messages}"] * bool(self.messages and self.messages.left),
+                *[f"  warning: {self.pairs_failed}"] * bool(self.pairs_failed),
+                *(f"  noise {row['event']}" for row in self.events[:2]),
+                *[f"  and {len(self.events) - 2:,} more: {show_path(self.state / PAIRS)}"]
+                * (len(self.events) > 2),
                 *(f"  {text}" for text in (self.common_rise, self.high_scores, start) if text),
                 *[f"  repairs: {'; '.join(repairs)}{' ...' * (len(self.repairs) > MAX_NAMED)}"]
                 * bool(repairs),
@@ -479,7 +489,7 @@ class NightlyRun:
                 f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {how_many(c.found, 'file')} found",
                 *[f"  {c.times_from_file:,} {_FROM_FILE}"] * (c.times_from_file > 0),
                 *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
-                *(f"  {text}" for text in self.warnings),
+                *(f"  {text}" for text in self.warnings if text != self.pairs_failed),
                 f"  detector: {self.evaluation}",
                 f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
                 *(f"  {text}" for text in (self.visit_results, self.site_outlook) if text),
@@ -591,31 +601,6 @@ box.addEventListener('input', show);
 show();
 """
 _FILTER_HASH = base64.b64encode(hashlib.sha256(_FILTER.encode()).digest()).decode()
-_STYLE = """:root { color-scheme: light dark; --fg: #1d2125; --dim: #5d666f; --bg: #ffffff; --card: #f5f6f7; --rule: #d9dde1;
-  --hot: #b3261e; --warm: #b26a00; --cool: #1f66b1; --good: #2e7d4f; --line: #1f66b1; }
-@media (prefers-color-scheme: dark) { :root { --fg: #e4e7ea; --dim: #a2abb4; --bg: #15181b; --card: #1f2429; --rule: #3a4149;
-  --hot: #ff8a80; --warm: #ffb74d; --cool: #82b4f0; --good: #7fcf9f; --line: #82b4f0; } }
-body { max-width: 78rem; margin: 0 auto; padding: 0 1rem 3rem; font: 15px/1.45 system-ui, sans-serif; color: var(--fg); background: var(--bg); }
-h1 { font-size: 1.6rem; margin-bottom: .6rem; } h2 { font-size: 1.2rem; margin-top: 2.4rem; }
-.verdict { border-left: 6px solid var(--good); padding: .5rem .9rem; font-size: 1.15rem; font-weight: 600; background: var(--card); margin: .6rem 0; }
-.verdict.hot { border-color: var(--hot); } .warning { border-left: 6px solid var(--warm); padding: .5rem .9rem; background: var(--card); margin: .6rem 0; }
-.facts { color: var(--dim); margin: .3rem 0; } .scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th { text-align: left; color: var(--dim); font-weight: 600; }
-th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--rule); vertical-align: top; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
-.sensor { font-weight: 600; overflow-wrap: anywhere; min-width: 6rem; max-width: 14rem; }
-.name { color: var(--dim); font-size: 12px; overflow-wrap: anywhere; max-width: 20rem; }
-.badge { display: inline-block; border-radius: 4px; padding: 0 .4rem; font-size: 12px; font-weight: 600; border: 1px solid currentColor; white-space: nowrap; }
-.evidence { color: var(--hot); } .high { color: var(--warm); } .audit { color: var(--cool); } .bad { color: var(--hot); }
-.visits td { min-width: 3rem; } .visits .why { min-width: 15rem; } .visits audio { width: 20rem; height: 34px; display: block; margin-top: .3rem; }
-.mel { width: 20rem; height: 84px; display: block; image-rendering: pixelated; border-radius: 3px; } .curve { width: 168px; height: 48px; display: block; }
-.limit { stroke: var(--hot); stroke-dasharray: 4 3; stroke-width: 1; } .line { fill: none; stroke: var(--line); stroke-width: 1.6; } .dot { fill: var(--line); }
-.map { width: 100%; background: var(--card); border-radius: 6px; } .p-none { fill: var(--dim); opacity: .6; } .p-evidence { fill: var(--hot); }
-.map text { font-size: 12px; fill: var(--fg); }
-.p-high { fill: var(--warm); } .p-audit { fill: none; stroke: var(--cool); stroke-width: 3; } footer { margin-top: 3rem; color: var(--dim); font-size: 13px; }
-@media (max-width: 60rem) { .visits thead { display: none; } .visits tr { display: block; padding: .6rem 0; border-bottom: 1px solid var(--rule); }
-  .visits td { display: block; width: auto; text-align: left; border: 0; padding: .15rem 0; } .mel, .visits audio { width: 100%; max-width: 24rem; } }"""
 _TEMPLATE = """
 <html lang='en'><head><meta charset='utf-8'>
 <meta http-equiv='Content-Security-Policy' content="default-src 'none'; script-src 'sha256-{{ filter_hash }}';
@@ -632,6 +617,9 @@ _TEMPLATE = """
 <circle cx='{{ points[-1][0] }}' cy='{{ points[-1][1] }}' r='2.5' class='dot'/></svg>{% endmacro %}
 <h1>Sensors to visit</h1>
 <p class='verdict{{ ' hot' if done.to_visit }}'>{{ done.headline }} after the night of {{ done.last_night or '(none)' }}</p>
+{%- for row in done.events[:most_outside] %}<p class='verdict hot'>Noise {{ row.event }}</p>{% endfor %}
+{%- if done.events %}
+<p class='facts'><a href='pairs/pairs.html'>Pictures and sounds of {{ how_many(done.events|length, 'place') }}</a></p>{% endif %}
 {%- for text in [done.common_rise, done.high_scores, done.first_nights] + done.warnings | list if text %}
 <p class='warning'>{{ text }}{% if drift and drift.has_model and text == drift.warning %}
 See <code>leakmel retrain --help</code> and the tutorial <code>nbs/tutorials/retraining.ipynb</code>.{% endif %}</p>
@@ -769,7 +757,7 @@ def visits_page(
         quoted=shlex.quote,
         whole="{:,.0f}".format,
         days=nights.RECENT_DAYS,
-        style=_STYLE,
+        style=PAGE_STYLE,
         version=leakmel.__version__,
         done=done,
         listed=listed,
@@ -844,6 +832,7 @@ def drift_plot(done: "NightlyRun") -> Any:  # go.Figure
 VISITS_CSV = "visits.csv"  # of `record_visit`, which a person may edit
 VISIT_LABELS_CSV = "visit_labels.csv"
 VISITS_GEOJSON = "visits.geojson"
+PAIRS = "pairs"  # folder of the delays between loggers
 
 
 def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; raises OutputError
@@ -864,7 +853,7 @@ def _check_state(state: str | os.PathLike, folder: Path) -> Path:  # absolute; r
     return target
 
 
-def write_tables(done: NightlyRun, page: str, labels: str, places: Mapping[str, Place]) -> None:
+def write_tables(done: NightlyRun, clips: dict[str, Any], labels: str, places: Mapping[str, Place]) -> None:
     """Write sensors.csv, sensors.json, visits.html, with visits visit_labels.csv, with longitudes visits.geojson.
 
     Raises OutputError, SpaceError.
@@ -872,12 +861,14 @@ def write_tables(done: NightlyRun, page: str, labels: str, places: Mapping[str, 
     texts = {
         SENSORS_CSV: done.table.to_csv(index=False),
         SENSORS_JSON: json.dumps(done.body, ensure_ascii=True) + "\n",
-        VISITS_HTML: page,
+        VISITS_HTML: visits_page(done, clips, places),
     }
     if labels:
         texts[VISIT_LABELS_CSV] = labels
     if any(is_degrees for *_, is_degrees in places.values()) or (done.state / VISITS_GEOJSON).exists():
-        texts[VISITS_GEOJSON] = json.dumps(geojson(done.sensors, places)) + "\n"
+        layer = geojson(done.sensors, places)
+        layer["features"] += done.event_lines
+        texts[VISITS_GEOJSON] = json.dumps(layer) + "\n"
     with ExitStack() as stack:
         for name, text in texts.items():
             new = stack.enter_context(replacing(done.state / name))
@@ -900,14 +891,24 @@ def _clips(done: NightlyRun, paths: dict[str, bytes], spec: MelSpec) -> dict[str
     return dict(islice(made.items(), int(np.searchsorted(sizes, left))))
 
 
-def _places(rows: Sequence[nights.SensorRow], manifest: Manifest | None) -> dict[str, Place]:
-    "Return the coordinates of the sensors, from further columns of the table of a manifest."
-    found: dict[str, Place | None] = {}
+def places_of(manifest: Manifest | None) -> dict[str, Place]:
+    "Return the coordinates of sensors, from further columns of the table of a manifest."
+    found: dict[str, Place] = {}
     for x in () if manifest is None else manifest.listings:
         for k, parts in enumerate(x.names if x.extra else ()):
-            place = place_of({name: texts[k] for name, texts in x.extra.items()})
-            found[_sensor_name(parts.sensor)] = place or found.get(_sensor_name(parts.sensor))
-    return {r.sensor: place for r in rows if (place := found.get(text_key(r.sensor))) is not None}
+            if place := place_of({name: texts[k] for name, texts in x.extra.items()}):
+                found[_sensor_name(parts.sensor)] = place
+    return found
+
+
+def _places(rows: Sequence[nights.SensorRow], manifest: Manifest | None) -> dict[str, Place]:
+    known = places_of(manifest)
+    return {r.sensor: place for r in rows if (place := known.get(text_key(r.sensor)))}
+
+
+def in_degrees(places: Mapping[str, Place]) -> dict[str, tuple[float, float]]:
+    "Return longitudes and latitudes, without places that have other coordinates."
+    return {text_key(sensor): place[:2] for sensor, place in places.items() if place[2]}
 
 # %% ../../../nbs/extras/nightly/run.ipynb #nomod001
 _NO_MODEL = "none; the steady noise of each sensor is compared with the other sensors and with its own nights"
@@ -987,6 +988,38 @@ def _refuse_other_model(history: History, digest: str, named: str) -> None:
 _USABLE = "SELECT coalesce(sum(sensors), 0) FROM parts"  # sensor-nights
 
 
+def _joined(done: NightlyRun, found: Any) -> NightlyRun:
+    "Add the events of a `PairsRun`, also to the reasons of the sensors at their ends."
+    said: dict[str, list[str]] = defaultdict(list)
+    for event in found.events:
+        for name in event.row[:2]:
+            said[name].append(f"Noise {event.row.event}.")
+    rows = (replace(r, reason=" ".join((r.reason, *said[text_key(r.sensor)])).strip()) for r in done.sensors)
+    problems = (f"pairs: {text} ({how_many(n, 'pair')})" for text, n in islice(found.problems.items(), 3))
+    return replace(
+        done,
+        sensors=tuple(rows),
+        events=tuple(event.row._asdict() for event in found.events),
+        event_lines=tuple(found.layer["features"]),
+        notes=(*done.notes, *problems),
+    )
+
+
+def _locate(
+    done: NightlyRun, parts: Any, pairs: str | os.PathLike, manifest: Manifest | None, show: str
+) -> NightlyRun:
+    "Correlate pairs, and write the tables of `parts` again with the events; what fails is a warning."
+    given: dict[str, Any] = {"manifest": manifest, "places": in_degrees(parts[-1]), "progress": show}
+    try:
+        # a public function: an extra imports no other one
+        done = _joined(done, leakmel.correlate_pairs(done.folder, pairs, done.state / PAIRS, **given))
+    except LeakmelError as e:
+        why = " ".join(str(e).split())
+        done = replace(done, pairs_failed=f"the sensors are listed, but pairs were not correlated: {why}")
+    write_tables(done, *parts)
+    return done
+
+
 def nightly(
     folder: str | os.PathLike,  # recordings in any subfolders; sensors are in names, a pattern or a table
     # as for `predict`; None: the steady noise of a sensor is compared with the others and with its own nights. A history belongs to one model, or to none
@@ -1004,6 +1037,8 @@ def nightly(
     # CSV file of visits with the columns sensor and night: these sensors start again. It is read together with visits.csv of the state folder, and
     # corrects it: of two rows of a sensor and night the one counts that was entered later (column when), without these times that of this file
     visited: str | os.PathLike | None = None,
+    # table of pairs of neighbouring loggers, as for `correlate_pairs`: their new nights are correlated, with delays and page in `state`/pairs
+    pairs: str | os.PathLike | None = None,
     # data set that the drift is measured against, for example the training set; with a model only
     reference: str | os.PathLike | None = None,
     # times: "name" (file name, pattern or table), "file": where there is none, the modification time, which is wrong for copies
@@ -1066,8 +1101,9 @@ def nightly(
         )
         places = _places(rows, manifest)
         visited_on = {sensor: nights_of[-1] for sensor, nights_of in nights.stored_visits(history).items()}
-        labels = visit_labels(labelled, detector) if tables else ""
-        write_tables(done, visits_page(done, _clips(done, files.paths, spec), places), labels, places)
+        parts = (_clips(done, files.paths, spec), visit_labels(labelled, detector) if tables else "", places)
+        write_tables(done, *parts)
+        done = done if pairs is None else _locate(done, parts, pairs, manifest, progress)
     messages = None if notify is None else deliver(notify, done.to_visit, target, places, visited_on)
     return replace(done, messages=messages, seconds=time.perf_counter() - began)
 
