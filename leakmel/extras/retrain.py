@@ -365,7 +365,9 @@ class _Refit:
     "Fits of a spectral classifier on the selected segments."
 
     def __init__(self, old: spectral.SpectralClassifier, items: SegmentSubset, seed: int):
-        self.old, self.items, self.seed = old, items, seed % (1 << 32)
+        self.old = old
+        self.items = items
+        self.seed = seed % (1 << 32)
         self.rows, first, code = np.unique(items.rows, return_index=True, return_inverse=True)
         mask = np.zeros((len(self.rows), items.row_shape[0]), bool)
         mask[code, items.numbers % items.row_shape[0]] = True
@@ -959,21 +961,19 @@ def retrain(
         with open_parts(holder, given) as parts:
             digest = _check_test_set(folder, lineage, parts)
             own = round_settings(holder, settings)
-            new = parts["new recordings"]
-            test = parts["testing"]
+            new, test = (parts[name] for name in ("new recordings", "testing"))
             groups = significance.recording_groups(recordings_of(test), group)
             earlier = earlier_labels(folder, champions, holder.task)
-            learned = {name: ds for name, ds in parts.items() if name != "testing"}
-            stamps = check_overlap(learned, test, holder.provenance)
+            others = {name: ds for name, ds in parts.items() if ds is not test}
+            stamps = check_overlap(others, test, holder.provenance)
             if stamps and not allow_leaky_split:
                 warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=2)
             scores = scored(class_scores, holder, new, "predicting")
             held = _held_back(holder, parts.get("validation"))
-            used = {name: ds for name, ds in parts.items() if ds is not held}
+            used = {name: ds for name, ds in others.items() if ds is not held}
             selection, learned_from = choose_items(holder, used, scores, human_labels, earlier, rules, number)
-            plain = json.loads(json.dumps({"rules": asdict(rules), "settings": asdict(own)}))
-            facts = {"number": number, "stamps": stamps, **plain}
-            facts |= items_record(parts, holder.task, selection, learned_from[0][1])
+            plain = {"number": number, "stamps": stamps, "rules": asdict(rules), "settings": asdict(own)}
+            facts = items_record(parts, holder.task, selection, learned_from[0][1])
             if lineage is None:
                 lineage = files.Lineage((save_champion(folder, 0, holder),), digest)
                 files.write_lineage(folder, lineage)
@@ -998,4 +998,5 @@ def retrain(
                 "challenger": (challenger, scored(score_rows, challenger, test, "testing, challenger")),
             }
             found = compare_models(test.is_leak, groups, models, rules)
+            facts |= json.loads(json.dumps(plain))
             return conclude(folder, lineage, holder, challenger, selection, found, facts, show)
