@@ -117,7 +117,7 @@ def picture_of(figure: dict[str, Any]) -> dict[str, str]:
     import plotly.graph_objects as go
 
     height = figure["layout"].get("height") or 380
-    for kind, width in (("png", 800), ("jpeg", 800), ("png", 560), ("jpeg", 560)):
+    for kind, width in (("png", 800), ("jpeg", 800), ("png", 560), ("jpeg", 560), ("jpeg", 400)):
         with _ONE_BROWSER:
             shown = go.Figure(figure)
             if kind == "jpeg":  # which has no transparency: it would become black
@@ -151,6 +151,18 @@ def text_output(output: nbformat.NotebookNode) -> nbformat.NotebookNode | None:
     return nbformat.v4.new_output("display_data", data=kept) if kept else None
 
 
+def joined_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    "Outputs of a cell with what follows each other on a stream as one: a busy machine sends it in pieces."
+    found: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        last = found[-1] if found else {}
+        if output.output_type == "stream" and last.get("name") == output.name:
+            found[-1].text += output.text
+        else:
+            found.append(output)
+    return found
+
+
 def store_outputs(path: Path) -> tuple[int, int]:
     """Run a notebook twice and store what it shows; return the numbers of outputs that are stored and of those that differ between the runs.
 
@@ -168,6 +180,8 @@ def store_outputs(path: Path) -> tuple[int, int]:
         cell.outputs, cell.execution_count = [], None
         if is_skipped(cell) or "hide" in directives_of(cell):
             continue
+        for run in both:
+            run.outputs = joined_streams(run.outputs)
         for k, output in enumerate(both[0].outputs):
             if PLOTLY in output.get("data", {}):
                 kept = figure_output(output)
