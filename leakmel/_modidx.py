@@ -2840,6 +2840,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'leakmel/extras/locate/pairs.py'),
                                              'leakmel.extras.locate.pairs._events': ( 'extras/locate/pairs.html#_events',
                                                                                       'leakmel/extras/locate/pairs.py'),
+                                             'leakmel.extras.locate.pairs._leak_lines': ( 'extras/locate/pairs.html#_leak_lines',
+                                                                                          'leakmel/extras/locate/pairs.py'),
                                              'leakmel.extras.locate.pairs._offset_s': ( 'extras/locate/pairs.html#_offset_s',
                                                                                         'leakmel/extras/locate/pairs.py'),
                                              'leakmel.extras.locate.pairs._prepare': ( 'extras/locate/pairs.html#_prepare',
