@@ -361,6 +361,11 @@ def weights_digest(detector: Detector) -> str:
     return digest_of(b"\0".join(f"{name} {v.shape}".encode() + v.tobytes() for name, v in values))
 
 
+def _usual_rule(settings: TrainSettings) -> metrics.DecisionRule:
+    "Return the rule where no recordings choose one."
+    return metrics.DecisionRule(*(() if settings.vote == "auto" else (settings.vote, settings.vote_share)))
+
+
 class _Refit:
     "Fits of a spectral classifier on the selected segments."
 
@@ -392,12 +397,16 @@ class _Refit:
     ) -> Detector:
         "Choose vote and threshold by folds, of recordings whose class is known; where none are possible, nothing is chosen."
         table = recordings_table(self.items.sources, progress="none").iloc[self.rows].reset_index(drop=True)
-        groups = joined_groups(table) if "path" in table else joined_groups(table, [*range(len(table))])
+        groups = joined_groups(table)
         known = np.flatnonzero(~np.isin(self.rows, predicted))
+        is_leak = self.classes[known] == challenger.task.leak_in_model
+        usual = replace(challenger, **_usual_rule(settings).options())
         try:
             fold = make_folds(self.classes, groups.code, 5, settings.seed)
         except DataError:
-            return replace(challenger, **metrics.DecisionRule().options())
+            return usual
+        if is_leak.all() or not is_leak.any():
+            return usual
         scores = np.full((len(self.rows), self.items.row_shape[0]), np.nan, np.float32)
         for k in np.unique(fold[known]).tolist():
             held = known[fold[known] == k]
@@ -410,7 +419,6 @@ class _Refit:
             )
             fitted = replace(challenger, classifier=self.fit(fold != k))
             scores[held] = score_rows(fitted, ds, device=device)
-        is_leak = self.classes[known] == challenger.task.leak_in_model
         source = f"{how_many(len(known), 'recording')} in cross-validation"
         rule = metrics.choose_rule(is_leak, scores[known], settings.vote, settings.vote_share, source)
         return replace(challenger, **rule.options()).with_held_out(
@@ -474,8 +482,7 @@ def fine_tune(
     if champion.kind == "spectral":
         return refit.judged(challenger, settings, predicted, device)
     if validation is None:
-        vote: tuple[Any, ...] = () if settings.vote == "auto" else (settings.vote, settings.vote_share)
-        return replace(challenger, **metrics.DecisionRule(*vote).options())
+        return replace(challenger, **_usual_rule(settings).options())
     scores = score_rows(challenger, validation, device=device)
     rule = metrics.choose_rule(validation.is_leak, scores, settings.vote, settings.vote_share)
     challenger = replace(challenger, **rule.options())
@@ -581,6 +588,7 @@ def items_record(
     task: Task,
     selection: Selection,
     replayed: np.ndarray,  # [n, L] int64, class of each replayed long segment; -1: none
+    held: Segments | None = None,  # validation, if it chooses epoch and threshold; else it is learned from
 ) -> dict[str, Any]:
     "Return the training items, of which [n, L] are classes of replayed segments, and their recordings as plain values."
     new = parts["new recordings"]
@@ -596,7 +604,9 @@ def items_record(
             "left_to_replay": int(np.count_nonzero((selection.classes == LEFT_OUT) & ~by_human)),
         },
         "old": _part_record(parts["replay"]),
-        "validation": _part_record(parts["validation"]) if "validation" in parts else None,
+        "validation": _part_record(parts["validation"]) | {"is_learned": held is None}
+        if "validation" in parts
+        else None,
         "testing": {"testing": _part_record(parts["testing"])},
         "kept": {
             name: {
@@ -687,12 +697,14 @@ class Round(RowTable):
             "left_to_replay": "in the replay data and learned from there",
         }
         left = [f"{r['new'][n]:,} {text}" for n, text in apart.items() if r["new"][n]]
+        validation = r["validation"] or {"is_learned": False}
+        more = f"; and {validation['recordings']:,} of validation" if validation["is_learned"] else ""
         both = " -> ".join(f"{model.figures[figure]:.3f}" for model in (duel.champion, duel.challenger))
         return [
             *(("BEWARE", stamp) for stamp in r["stamps"]),
             ("decision", self.reason),
             ("new", "; ".join([*kept, *left])),
-            ("replayed", "{recordings:,} old recordings, {segments:,} segments".format(**r["replay"])),
+            ("replayed", "{recordings:,} old recordings, {segments:,} segments".format(**r["replay"]) + more),
             ("testing", f"{figure} {both}, difference {duel.differences[figure]}"),
             ("record", show_path(self.folder / files.RECORD)),
         ]
@@ -743,7 +755,8 @@ def choose_items(
     labels = unknown if human is None else read_human_labels(human, new, champion.task)
     known = {**earlier, **labels_by_content(new, labels)}
     found = select_segments(champion, new, scores, apply_human_labels(new, labels, known), rules)
-    held = set(content_digests(old)) - {""}
+    known_parts = [parts[name] for name in ("replay", "validation") if name in parts]
+    held = {content for ds in known_parts for content in content_digests(ds)} - {""}
     left = np.array([c in held for c in content_digests(new)], bool) & ~found.by_human
     found = replace(found, kept=found.kept & ~left[:, None], classes=np.where(left, LEFT_OUT, found.classes))
     if not found.kept.any():
@@ -892,13 +905,16 @@ def _held_back(champion: Detector, validation: Segments | None) -> Segments | No
     if validation is None or champion.kind == "spectral":
         return None
     overlap = card.find_overlap(champion.provenance, validation)
-    return None if overlap is not None and overlap.text else validation
+    is_new = overlap is not None and overlap.is_audio_known and not overlap.text
+    return validation if is_new else None
 
 
-def _check_test_set(folder: Path, lineage: files.Lineage | None, parts: Mapping[str, Segments]) -> str:
-    "Check the test recordings and return their digest."
-    for name in [name for name in ("testing", "validation") if name in parts]:
-        is_leak = parts[name].is_leak
+def _check_test_set(
+    folder: Path, lineage: files.Lineage | None, testing: Segments, held: Segments | None
+) -> str:
+    "Check the recordings that decide and those that choose, and return the digest of the test recordings."
+    for name, ds in {"testing": testing, **({} if held is None else {"validation": held})}.items():
+        is_leak = ds.is_leak
         if not 0 < is_leak.sum() < len(is_leak):
             raise DataError(
                 f"all recordings of {name} belong to one class, but leaks and others are needed",
@@ -906,7 +922,7 @@ def _check_test_set(folder: Path, lineage: files.Lineage | None, parts: Mapping[
                 found=f"{how_many(int(is_leak.sum()), 'leak')} in {how_many(len(is_leak), 'recording')}",
                 remedy="use test recordings of both classes",
             )
-    digest = digest_of(part_digest(parts["testing"]).encode())
+    digest = digest_of(part_digest(testing).encode())
     if lineage is not None and lineage.testing != digest:
         raise UsageError(
             "the champion was evaluated on other test recordings",
@@ -959,9 +975,10 @@ def retrain(
         holder = _champion(folder, lineage, champion)
         given = {"new recordings": new_data, "replay": replay, "validation": validation, "testing": testing}
         with open_parts(holder, given) as parts:
-            digest = _check_test_set(folder, lineage, parts)
-            own = round_settings(holder, settings)
             new, test = (parts[name] for name in ("new recordings", "testing"))
+            held = _held_back(holder, parts.get("validation"))
+            digest = _check_test_set(folder, lineage, test, held)
+            own = round_settings(holder, settings)
             groups = significance.recording_groups(recordings_of(test), group)
             earlier = earlier_labels(folder, champions, holder.task)
             others = {name: ds for name, ds in parts.items() if ds is not test}
@@ -969,11 +986,10 @@ def retrain(
             if stamps and not allow_leaky_split:
                 warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=2)
             scores = scored(class_scores, holder, new, "predicting")
-            held = _held_back(holder, parts.get("validation"))
             used = {name: ds for name, ds in others.items() if ds is not held}
             selection, learned_from = choose_items(holder, used, scores, human_labels, earlier, rules, number)
             plain = {"number": number, "stamps": stamps, "rules": asdict(rules), "settings": asdict(own)}
-            facts = items_record(parts, holder.task, selection, learned_from[0][1])
+            facts = items_record(parts, holder.task, selection, learned_from[0][1], held)
             if lineage is None:
                 lineage = files.Lineage((save_champion(folder, 0, holder),), digest)
                 files.write_lineage(folder, lineage)

@@ -47,7 +47,7 @@ from leakmel.detector.model.detector import Detector
 from leakmel.detector.model.files import latest_checkpoint, pick_device, remove_file
 from leakmel.detector.model.settings import RESUME, SPEED_ONLY, CheckpointSettings, TrainSettings, with_length
 from leakmel.detector.train import state
-from leakmel.detector.train.loop import folder_lock, train, train_with_validation
+from leakmel.detector.train.loop import TrainResult, folder_lock, train, train_with_validation
 from leakmel.pages.page_figures import Section, write_report
 from leakmel.pages.plots import f32, plain_text, seconds_text, styled_figure
 from leakmel.recordings.wav import digest_of
@@ -274,6 +274,10 @@ def create_study(
 
 # %% ../../nbs/extras/search.ipynb #e70106e9
 FORMAT = "leakmel search 3"
+CHOSEN = (
+    "The settings were chosen on some of these recordings, by the highest F1 of all trials: F1 and promise are too optimistic; "
+    "evaluate the model on test recordings (lm.evaluate)."
+)
 STATE = "search.json"
 TRIALS, FITTED, MODEL, HISTORY = "trials", "fitted", "model.pt", "history.csv"
 
@@ -383,6 +387,25 @@ def verdict(best: Trial, before: Sequence[Trial], after: Sequence[Trial]) -> tup
     )
 
 # %% ../../nbs/extras/search.ipynb #d4f37636
+def _trials_table(trials: Iterable[Trial]) -> pd.DataFrame:
+    "Return trials as a table, indexed by their numbers."
+    rows = [
+        {
+            "number": t.number,
+            "state": t.state,
+            "f1": t.f1,
+            "val_loss": t.val_losses[t.best_epoch - 1] if t.f1s else math.nan,
+            "best_epoch": t.best_epoch or None,
+            "epochs": len(t.f1s),
+            "seconds": round(t.seconds, 3),
+            **{n: ",".join(map(str, v)) if isinstance(v, list) else v for n, v in t.changes.items()},
+            "error": t.error,
+        }
+        for t in trials
+    ]
+    return pd.DataFrame(rows).set_index("number").astype({"best_epoch": "Int64"})
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class SearchResult(RowTable):
     "Result of a search that is finished or reached its time limit."
@@ -392,9 +415,8 @@ class SearchResult(RowTable):
     trials: tuple[Trial, ...]  # by number; 0: the initial settings
     best: Trial
     settings: TrainSettings  # settings of the best trial
-    detector: (
-        Detector  # fitted on all recordings with the settings of the best trial; its record stores the search
-    )
+    # fitted on all recordings with the settings of the best trial; its record stores the search
+    detector: Detector
     model_path: Path  # file of the detector
     again: tuple[Trial, ...]  # trainings with other seeds
     summary: dict[str, Any]  # plain values, as in summary.json
@@ -411,21 +433,7 @@ class SearchResult(RowTable):
 
     def table(self) -> pd.DataFrame:
         "Return the trials as a table, indexed by their numbers."
-        rows = [
-            {
-                "number": t.number,
-                "state": t.state,
-                "f1": t.f1,
-                "val_loss": t.val_losses[t.best_epoch - 1] if t.f1s else math.nan,
-                "best_epoch": t.best_epoch or None,
-                "epochs": len(t.f1s),
-                "seconds": round(t.seconds, 3),
-                **{n: ",".join(map(str, v)) if isinstance(v, list) else v for n, v in t.changes.items()},
-                "error": t.error,
-            }
-            for t in self.trials
-        ]
-        return pd.DataFrame(rows).set_index("number").astype({"best_epoch": "Int64"})
+        return _trials_table(self.trials)
 
     def plots(self) -> dict[str, go.Figure]:
         "Draw the F1 of each trial, and the best one so far."
@@ -602,7 +610,7 @@ class _Search:
             self.keep(trial)
             announce(f"trial {trial.number} with seed {trial.seed}: F1 {trial.f1:.4f}", show=self.show)
 
-    def fitted(self, best: Trial) -> Detector:
+    def fitted(self, best: Trial) -> TrainResult:
         "Fit a detector with the settings of a trial on all recordings, as `train` does; what was finished before is read."
         here = self.folder / FITTED / best.name
         for old in (self.folder / FITTED).glob("[0-9]*"):
@@ -613,7 +621,7 @@ class _Search:
         with warnings.catch_warnings():
             for kind in (LeakySplitWarning, state.TooShortWarning):
                 warnings.simplefilter("ignore", kind)  # reported once, when the search begins
-            return train(**self.how | own, progress=self.show).detector
+            return train(**self.how | own, progress=self.show)
 
     def conclude(self, n_trials: int, again: int, stamp: str) -> SearchResult:
         "Fit the detector, and write model, table, figures and summary from the state."
@@ -634,8 +642,7 @@ class _Search:
             "is_better": is_better,
             "verdict": sentence,
             "other_seeds": {"seeds": len(before), **ranges} if ranges else None,
-            "note": "the F1 of validation chose the best of all trials, so it is too optimistic; the model is fitted on all recordings "
-            "with these settings (lm.evaluate tests it)",
+            "note": f"the model is fitted on all recordings with the best settings. {CHOSEN}",
         }
         summary = {
             "ok": True,
@@ -650,8 +657,13 @@ class _Search:
             "device": str(self.how["device"]),
             "seconds": sum(t.seconds for t in self.rows.values()),
         }
-        detector = self.fitted(best)
-        detector.record = detector.record | {"search": _finite(chosen)}
+        table = _trials_table(trials).reset_index().astype(object)
+        write_whole(self.folder / "trials.csv", table.to_csv(index=False), sync=False)
+        fitted = self.fitted(best)
+        summary["seconds"] += fitted.seconds
+        record = fitted.detector.record | {"search": _finite(chosen)}
+        told = [replace(e, cautions=(*e.cautions, CHOSEN)) for e in fitted.detector.evaluations]
+        detector = replace(fitted.detector, record=record, evaluations=tuple(told))
         result = SearchResult(
             folder=self.folder,
             trials=tuple(trials),
@@ -662,8 +674,6 @@ class _Search:
             again=(*before, *after),
             summary=_finite(summary),
         )
-        table = result.table().reset_index().astype(object)
-        write_whole(self.folder / "trials.csv", table.to_csv(index=False), sync=False)
         write_whole(self.folder / "summary.json", json.dumps(result.summary, indent=1) + "\n", sync=False)
         sections = [Section("Summary", [result]), Section("Trials", [*result.plots().values(), table])]
         write_report(

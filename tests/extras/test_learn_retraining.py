@@ -433,6 +433,31 @@ def one_round(networks, tmp_path_factory) -> tuple[Any, dict[str, Any], Path]:
     return retrain(**given_), given_, folder
 
 
+def test_what_is_learned_from_validation_is_not_predicted(networks, tmp_path, monkeypatch):
+    "Recordings that are new and validation are learned once, with their label."
+    seen = learned_by(monkeypatch)
+    path = networks[1]["validation"]
+    given_ = round_arguments(networks, tmp_path, settings=replace(SMALL, epochs=1))
+    with recordings(path, TASK) as validation:
+        n, n_long, labels = len(validation), validation.row_shape[0], validation.labels
+        given_["champion"] = replace(given_["champion"], provenance=provenance_of([validation]))
+    done = retrain(**given_ | {"new_data": [path, networks[1]["training"]]}, validation=path)
+    assert done.record["new"]["left_to_replay"] == n
+    assert taught_classes(seen[0], n_long, [], n) == {}
+    before = [path, networks[1]["training"], networks[0]["training"]]
+    assert taught_classes(seen[0], n_long, before, n) == {k: {int(labels[k])} for k in range(n)}
+
+
+@pytest.mark.slow
+def test_what_the_champion_knows_is_not_known_of_earlier_files(networks):
+    "A data set without digests may have been learned from: it does not choose a threshold."
+    with recordings(networks[0]["validation"], TASK) as validation:
+        champion = fresh(spec=validation.sources[0].spec)
+        assert rounds._held_back(champion, validation) is validation
+        old = replace(champion, provenance=replace(champion.provenance, recordings=np.arange(1, 3)))
+        assert rounds._held_back(old, validation) is None, "marks of audio are missing"
+
+
 @each("knows", [True, False])
 def test_validation_that_the_champion_knows_is_learned_from(networks, tmp_path, monkeypatch, knows):
     "It cannot choose the epoch and the threshold of a network that starts from this champion."
@@ -444,6 +469,8 @@ def test_validation_that_the_champion_knows_is_learned_from(networks, tmp_path, 
             given_["champion"] = replace(given_["champion"], provenance=provenance_of([validation]))
     done = retrain(**given_, validation=networks[0]["validation"])
     assert (seen[0][3][2:] == [n]) == knows
+    assert done.record["validation"]["is_learned"] == knows
+    assert (f"; and {n} of validation" in repr(done)) == knows
     assert (done.challenger.held_out is None) == knows
     assert done.challenger.threshold_from == UNCHOSEN if knows else str(n) in done.challenger.threshold_from
 

@@ -195,6 +195,7 @@ def test_train_with_the_settings_that_were_found_makes_the_model(
     promised, other = found.evaluations[0], again.detector.evaluations[0]
     assert (promised.method, promised.auc) == (other.method, other.auc)
     assert (promised.kind, promised.recordings) == ("cross-validation", len(found.held_out))
+    assert "settings were chosen on some of these recordings" in promised.cautions[-1]
 
 
 @pytest.mark.slow
