@@ -642,7 +642,7 @@ class Search(WithTraining):
     space: str | None = option(None, metavar="JSON")
     # number of trials; the first has the given settings
     trials: int = 30
-    # time limit of this call for trials, before the fit on all recordings; the next call resumes the search (default: no limit)
+    # time limit of this call for trials; the fit on all recordings comes then, in the time of about six trainings (default: no limit)
     hours: float | None = option(None, metavar="HOURS")
     # additional seeds with which the best and the first settings are trained at the end
     again: int = 2
