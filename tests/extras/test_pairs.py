@@ -198,6 +198,28 @@ def test_a_new_leak_is_not_hidden_by_one_that_was_repaired() -> None:
     assert (one.k, one.delay_s) == (6, pytest.approx(0.02))
 
 
+def test_few_nights_are_an_event_if_all_agree() -> None:
+    """Clocks of twice to four times the stated error, which 2 or 3 nights do not tell."""
+    rng = np.random.default_rng(0)
+    pair = pairs_of.Pair("A", "B", sections.Route((section_of(100.0, 1000.0),)), "")
+    shares = {}
+    for scatter_s, n in ((0.5e-3, 2), (0.5e-3, 3), (2e-3, 2), (2e-3, 3)):
+        rows = []
+        for at in rng.uniform(10, 90, 200):
+            delays = (2 * at - 100) / 1000 + rng.normal(0, scatter_s, n)
+            nights = [NightRow("", "found", t, 5e-5, 100.0, 0.0, b"") for t in delays.tolist()]
+            row: Any = pairs_of._row(pair, nights, CLOCK_S, 0.1, 1.0)
+            rows.extend([row.low_m <= at <= row.high_m] if row.event else [])
+        shares[scatter_s, n] = (len(rows) / 200, float(np.mean(rows)))
+    for n in (2, 3):
+        assert min(shares[0.5e-3, n]) > 0.96
+        assert shares[2e-3, n][0] < 0.6
+        assert shares[2e-3, n][1] > 0.75
+    rows = [NightRow("", "found", t, 1e-4, 300.0, 0.0, b"") for t in (0.02, 0.02, -0.03)]
+    found: Any = repeat_of(rows, 0.1, CLOCK_S)
+    assert (found.k, found.by_chance) == (2, 1.0)
+
+
 def test_clocks_that_differ_every_night_are_noticed() -> None:
     found = measure_clocks(60)
     shares = {name.partition(" as")[0].strip(","): x["covered"]["share"] for name, x in found.items()}
@@ -210,10 +232,12 @@ def test_clocks_that_differ_every_night_are_noticed() -> None:
 
 def test_places_that_alternate_are_no_clock() -> None:
     """A leak, and on every other night a louder pump beyond a logger."""
-    rows = [NightRow("", "found", t, 1e-4, 300.0, 0.0, b"") for t in [0.02, -0.08, 0.02] * 3]
-    found: Any = repeat_of(rows, 0.1, CLOCK_S)
-    assert (found.k, found.n, found.is_unsteady) == (6, 9, False)
-    assert found.error_s < CLOCK_S
+    for delays, k in [([0.02, -0.08, 0.02] * 3, 6), *(([0.02, -0.08] * n, n) for n in range(4, 7))]:
+        for odd in ([], [0.02]):
+            rows = [NightRow("", "found", t, 1e-4, 300.0, 0.0, b"") for t in delays + odd]
+            found: Any = repeat_of(rows, 0.1, CLOCK_S)
+            assert (found.k, found.n, found.is_unsteady) == (k + len(odd), len(rows), False)
+            assert found.error_s < CLOCK_S
 
 
 def test_speed_of_a_line_with_errors_of_lengths() -> None:
@@ -295,7 +319,10 @@ def test_recordings_of_another_rate_and_start(tmp_path: Path) -> None:
     name = tmp_path / "rec" / "LOG1002~0~20251110_020001~8.wav"
     soundfile.write(name, 0.3 * late / np.abs(late).max(), RATE // 2, subtype="PCM_16")
     table = tmp_path / "pairs.csv"
-    table.write_text("a;b;length_m;speed_m_s\nLOG1001;LOG1002;120;1200\n")
+    # a name that is not UTF-8, as the lists show it
+    (path,) = (tmp_path / "rec").glob("LOG1001*")
+    path.rename(path.with_name(path.name.replace("LOG", "M\udcfcller")))
+    table.write_text("a;b;length_m;speed_m_s\nM\\xfcller1001;LOG1002;120;1200\n")
     (row,) = correlate(tmp_path / "rec", table).pairs
     assert row.verdict == "leak"
     assert row.low_m < 30 < row.high_m
@@ -465,6 +492,13 @@ def test_a_state_whose_creation_was_stopped_is_new(tmp_path: Path) -> None:
 
 
 def test_command_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, pairs = map(str, line_of(tmp_path / "first", 1.1, 1))
+    assert main(["correlate", first, "--pairs", pairs, "--state", str(tmp_path / "one")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"LOG1001 to LOG1002: 4\d m from LOG1001 \([\d.]+ to [\d.]+\), one night; an event from the second on",
+        text,
+    )
     recordings, table = line_of(tmp_path, 1.1, 2)
     words = ["correlate", str(recordings), "--pairs", str(table), "--state", str(tmp_path / "state")]
     assert main([*words, "--json"]) == 0
@@ -549,6 +583,16 @@ def test_page_of_many_events_has_a_limit() -> None:
     assert pages.MAX_PLAYED < n_full <= pages.IN_FULL
     assert f"<td>between A{n_full} and B, {n_full}</td>" in page  # the others come first in the table
     assert "20,200; leakmel correlate --json has all" in page
+    leaks = [event.row._replace(event=None) for event in shown[:5]]
+    given: dict[str, Any] = {"speeds": (), "n_added": 0, "problems": {}, "budget": 1.0, "layer": {}}
+    done = pairs_of.PairsRun(Path(), Path(), (*leaks, *rows), **given, events=tuple(shown))
+    lines = done.text().splitlines()
+    assert lines[-2:] == [
+        "A2 to B: 40 m from A2 (38.0 to 43.0), the last of 30 nights; an event once nights agree",
+        "and 2 more",
+    ]
+    shown_html = done._repr_html_().partition("</p>")[0]
+    assert shown_html.split("<br>")[20:] == [f"and {len(lines) - 20} lines more"]
 
 
 def test_hostile_names_of_loggers_are_text(tmp_path: Path) -> None:
@@ -573,10 +617,17 @@ def test_hostile_names_of_loggers_are_text(tmp_path: Path) -> None:
         assert not re.search("=[^'\"<>]*'[^'<>]*alert", text)
 
 
-def test_a_page_of_others_is_not_replaced(tmp_path: Path) -> None:
+def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
     recordings, table = line_of(tmp_path, 1.0, 1)
     (tmp_path / "state").mkdir()
-    (tmp_path / "state" / "pairs.html").write_text("<!doctype html><p>mine")
-    with pytest.raises(lm.LeakmelError) as error:
+    for name, text in (("pairs.html", "<!doctype html><p>mine"), (EVENTS_FILE, '{\n"type": "Mine"}')):
+        path = tmp_path / "state" / name
+        path.write_text(text)
+        with pytest.raises(lm.LeakmelError) as error:
+            correlate(recordings, table)
+        assert error.value.code == "other-file-in-the-way"
+        assert path.read_text() == text
+        path.unlink()
+    # its own ones are
+    for _ in range(2):
         correlate(recordings, table)
-    assert error.value.code == "other-file-in-the-way"

@@ -103,7 +103,7 @@ def read_pairs(file: str | os.PathLike) -> list[Pair]:
     found: dict[tuple[str, str], list[Section]] = defaultdict(list)
     table = csv_table(path, read_text(path), ["a", "b", "length_m", "speed_m_s", *_SIZE])
     for line, cells in table.records("a", "b", "length_m"):
-        a, b = (text_key(cells[end]) for end in "ab")
+        a, b = (show_path(text_key(cells[end])) for end in "ab")
         try:
             if not a or not b or a == b or (b, a) in found:
                 raise ValueError("a and b must be two loggers, in the same order in all rows of the pair")
@@ -156,7 +156,9 @@ def recordings_of_nights(
             when = datetime.fromisoformat(name.start_time)
             # a night is from noon to noon of local time, named by the day on which it begins
             night = (when.replace(tzinfo=None) - timedelta(hours=12)).date().isoformat()
-            found[night][text_key(name.sensor)].append(Timed(when, os.fsdecode(path), version))
+            # a name that is not UTF-8 as the lists show it
+            sensor = show_path(text_key(name.sensor))
+            found[night][sensor].append(Timed(when, os.fsdecode(path), version))
     if not found:
         raise DataError(
             "no recording of the folder has a sensor and a start time",
@@ -277,6 +279,7 @@ class _Reader:
 STATE_FILE = "pairs.sqlite"
 EVENTS_FILE = "events.geojson"
 PAGE_FILE = "pairs.html"
+_LAYER_BEGINS = b'{"type": "FeatureCollection", "features": '
 _APPLICATION_ID = 0x6C6D7031  # "lmp1"
 _VERSION = 1
 # pipes: digest of a pair; recordings: digest of both recordings
@@ -404,6 +407,7 @@ RECENT_NIGHTS = 30  # of a pair, that count: a leak that was repaired is forgott
 BY_CHANCE = 0.001  # most probability of a repeat that goes before one of more, but earlier nights
 # scatter of the delays of nights over their errors: from the first on it replaces the stated error of the clocks, from the second on it is not believed
 WIDER = (1.7, 8.0)
+FEW_NIGHTS = 4  # fewer do not tell the scatter
 # nights that agree, and all that could have; delay and its standard error with clocks, s; its frequency, Hz; probability of as many without a source;
 # whether there is a source on so many nights, but most of them agree with no other: the clocks differ by more than was stated
 Repeat = namedtuple("Repeat", "k n delay_s error_s centre_hz by_chance is_unsteady")
@@ -437,12 +441,18 @@ def repeat_of(rows: Sequence[NightRow], most_s: float, clock_error_s: float) -> 
     delay_s = float(np.average(delays[own], weights=errors[own] ** -2))
     # the clocks differ by another amount each night; an echo is the same every night
     scatter_s = max(clock_error_s, math.sqrt(delays[own].var() * k / max(k - 1, 1)))
+    if 1 < k < FEW_NIGHTS:
+        # what is stated of the clocks counts as one night more
+        pooled_s = math.sqrt((clock_error_s**2 + delays[own].var() * k) / k)
+        scatter_s = max(clock_error_s, pooled_s) * special.stdtrit(k, 0.975) / 1.96
     error_s = math.hypot(own_error_s, scatter_s / math.sqrt(k))
     hz = float(np.exp(np.mean([math.log(r.centre_hz) for r, x in zip(found, own, strict=True) if x])))
-    # two places that alternate are no clock: one of them has more than half of the nights
-    is_unsteady = wider >= WIDER[1] and 2 * counts.max() <= len(found)
+    # two places that alternate are no clock: one of them has more than half of the nights, or each has half
+    is_unsteady = wider >= WIDER[1] and 2 * counts.max() < len(found) + (counts.min() == 1)
     is_lasting = special.bdtrc(len(found) - 1, n, FALSE_SHARE) < BY_CHANCE
-    return Repeat(k, n, delay_s, error_s, hz, float(by_chance[best]), bool(is_unsteady and is_lasting))
+    # two of three nights may agree by clocks that differ by more than was stated
+    chance = 1.0 if k < len(found) < FEW_NIGHTS else float(by_chance[best])
+    return Repeat(k, n, delay_s, error_s, hz, chance, bool(is_unsteady and is_lasting))
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a10000d
 def lines_of(pairs: Sequence[Pair]) -> dict[str, str]:
@@ -609,6 +619,25 @@ _OTHER_PIPES = (
 )
 
 
+MOST_PLACES = 3  # leaks without an event, in an answer
+MOST_LINES = 20  # of a run in a notebook
+
+
+def _leak_lines(rows: Iterable[PairRow]) -> list[str]:
+    "Return where the leaks are that are no event, a line for each of the first ones."
+    leaks = [row for row in rows if row.verdict == "leak" and not row.event]
+    lines = [
+        f"{row.a} to {row.b}: {row.position_m:.0f} m from {row.a} ({row.low_m:.1f} to {row.high_m:.1f}), "
+        + (
+            "one night; an event from the second on"
+            if row.n_nights == 1
+            else f"the last of {row.n_nights} nights; an event once nights agree"
+        )
+        for row in leaks[:MOST_PLACES]
+    ]
+    return [*lines, *[f"and {len(leaks) - MOST_PLACES} more"] * (len(leaks) > MOST_PLACES)]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class PairsRun:
     "Pairs of neighbouring loggers, and what all their nights say."
@@ -647,7 +676,7 @@ class PairsRun:
         }
 
     def text(self) -> str:
-        "Return counts, events, problems and speeds as lines."
+        "Return counts, events, leaks that are none, problems and speeds as lines."
         kinds = Counter(row.verdict for row in self.pairs)
         counts = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()) or "no night"
         first, *others = [event.row.event for event in self.events] or [""]
@@ -656,6 +685,7 @@ class PairsRun:
             first,
             f"pictures and sounds: {show_path(self.page)}",
             *others,
+            *_leak_lines(self.pairs),
             *(f"{text} ({how_many(n, 'pair')})" for text, n in self.problems.items()),
             *(
                 f"{s.pipe}, line of {s.line}: {s.speed_m_s:.0f} m/s ({s.low_m_s:.0f} to {s.high_m_s:.0f}), by {how_many(s.n_pairs, 'pair')}"
@@ -667,8 +697,11 @@ class PairsRun:
     __repr__ = text
 
     def _repr_html_(self) -> str:
-        lines = "<br>".join(html.escape(line) for line in self.text().splitlines())
-        return f"<p>{lines}</p>{''.join(map(events.event_picture, self.events[:MAX_PLAYED]))}"
+        lines = self.text().splitlines()
+        if len(lines) > MOST_LINES:
+            lines[MOST_LINES:] = [f"and {how_many(len(lines) - MOST_LINES, 'line')} more"]
+        shown = "<br>".join(map(html.escape, lines))
+        return f"<p>{shown}</p>{''.join(map(events.event_picture, self.events[:MAX_PLAYED]))}"
 
 # %% ../../../nbs/extras/locate/pairs.ipynb #9a100012
 def correlate_pairs(
@@ -713,6 +746,7 @@ def correlate_pairs(
             path=target,
         )
     require_result(target / PAGE_FILE, "page of pairs", PAGE_BEGINS.encode())
+    require_result(target / EVENTS_FILE, "map layer of pairs", _LAYER_BEGINS)
     bar = Progress(None, label="pairs", unit="pairs", show=progress, after_s=1.0)
     with _state(target) as db, bar, Folder(root) as opened:
         reader = _Reader(opened)
