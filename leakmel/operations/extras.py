@@ -820,6 +820,8 @@ class Nightly(Operation):
             raise wrong_arguments(
                 "the name of the model is empty; leave --model out to list sensors without one"
             )
+        if self.pairs is not None:
+            self._check_pairs(self.pairs)
         state = user_path(self.state) if self.state else runs_folder() / "nightly"
         may_choose = run.keeps and not is_without_model(state)
         newest = may_choose and (os.environ.get("LEAKMEL_MODEL") or newest_model())
@@ -835,6 +837,16 @@ class Nightly(Operation):
         }
         files = {"model": model} if model else {}
         return DetectorPlan({**plan.inputs, "budget": budget}, state, given, files)
+
+    def _check_pairs(self, file: str) -> None:
+        "Read the whole table of pairs before the recordings, which may take hours."
+        from leakmel.extras.locate.pairs import read_pairs
+
+        if not file:
+            raise wrong_arguments(
+                "the name of the table of pairs is empty; leave --pairs out, or name a file"
+            )
+        read_pairs(file)
 
     def execute(self, plan: DetectorPlan, run: Run) -> Outcome:
         "Score, and write the tables and summary.json into the state folder."

@@ -64,7 +64,7 @@ from leakmel.recordings.listing import Listing
 from leakmel.recordings.manifest import Manifest, scan
 from leakmel.recordings.naming import TIME_FORMS, NameParts, guess_pattern, unread_times
 from leakmel.recordings.problems import twin_problems
-from leakmel.recordings.tables import has_columns, table_number
+from leakmel.recordings.tables import csv_table, has_columns, read_text, table_number
 from leakmel.recordings.wav import Recording
 
 # %% ../../../nbs/extras/nightly/run.ipynb #9fbea0d8
@@ -283,6 +283,8 @@ def read_new(
 SENSORS_CSV, SENSORS_JSON, VISITS_HTML = "sensors.csv", "sensors.json", "visits.html"
 FORMAT = "leakmel nightly 1"
 MAX_NAMED = 20  # rejected files that are named
+_MOST_SAID = 2  # places between loggers, in the answer and in the reason of a sensor
+_OF_PAIRS = "pairs: "  # begin of a note
 LISTED = ("evidence", "high from the start")  # reasons for a visit, other than an audit
 _FROM_FILE = "new recordings have no valid time in their name: the time of the file was used, which is wrong if it was copied"
 
@@ -323,7 +325,8 @@ class NightlyRun:
     is_first: bool = True  # the history had no night before
     site_outlook: str = ""  # what a detector of this site would give, by the labels of visits
     messages: Delivery | None = None  # what was sent; None: nothing was to be
-    events: tuple[Mapping[str, Any], ...] = ()  # rows of `PairsRun.pairs` with an event, if pairs were given
+    # rows of `PairsRun.pairs` with an event, if pairs were given; without a new correlation those of the last list
+    events: tuple[Mapping[str, Any], ...] = ()
     event_lines: tuple[Any, ...] = ()  # features of a map layer
     pairs_failed: str = ""  # why the pairs were not correlated; empty: they were, or none were given
 
@@ -444,6 +447,7 @@ class NightlyRun:
             "visit_tables": list(self.visit_tables),
             "site_outlook": self.site_outlook,
             "messages": None if self.messages is None else asdict(self.messages),
+            "pairs_failed": self.pairs_failed,
             "seconds": self.seconds,
         }
 
@@ -456,6 +460,9 @@ class NightlyRun:
         start = self.first_nights
         if start and not self.is_first:  # the first answer, and the page, explain it
             start = f"{start.partition(':')[0]}: no leak can be listed yet"
+        of_pairs = [x for x in self.warnings if x == self.pairs_failed or x.startswith(_OF_PAIRS)][:1]
+        n_others = len(self.events) - _MOST_SAID
+        others = f"and {n_others:,} more; " if n_others > 0 else ""
         ill = dict[str, list[str]]()  # what is wrong -> sensors
         for r in self.sensors:
             for what in r.health.split("; ") if r.health != "ok" else ():
@@ -465,10 +472,10 @@ class NightlyRun:
             [
                 f"{self.headline} after the night {self.last_night or '(none)'}",
                 *[f"  warning: {self.messages}"] * bool(self.messages and self.messages.left),
-                *[f"  warning: {self.pairs_failed}"] * bool(self.pairs_failed),
-                *(f"  noise {row['event']}" for row in self.events[:2]),
-                *[f"  and {len(self.events) - 2:,} more: {show_path(self.state / PAIRS)}"]
-                * (len(self.events) > 2),
+                *(f"  warning: {text}" for text in of_pairs),
+                *(f"  noise {row['event']}" for row in self.events[:_MOST_SAID]),
+                *[f"  {others}pictures and sounds: {show_path(self.state / PAIRS / 'pairs.html')}"]
+                * bool(self.events),
                 *(f"  {text}" for text in (self.common_rise, self.high_scores, start) if text),
                 *[f"  repairs: {'; '.join(repairs)}{' ...' * (len(self.repairs) > MAX_NAMED)}"]
                 * bool(repairs),
@@ -489,7 +496,7 @@ class NightlyRun:
                 f"  {c.known:,} known + {c.new:,} new + {c.copies:,} copies + {c.rejected:,} rejected = {how_many(c.found, 'file')} found",
                 *[f"  {c.times_from_file:,} {_FROM_FILE}"] * (c.times_from_file > 0),
                 *(f"  rejected: {n:,} x {code}, first {first[code]}" for code, n in codes),
-                *(f"  {text}" for text in self.warnings if text != self.pairs_failed),
+                *(f"  {text}" for text in self.warnings if text not in of_pairs),
                 f"  detector: {self.evaluation}",
                 f"  budget: {self.budget.per_100_nights:g} false visits per 100 sensor-nights",
                 *(f"  {text}" for text in (self.visit_results, self.site_outlook) if text),
@@ -937,9 +944,12 @@ def _features(detector: Detector | None, history: History, files: _Files) -> Mel
     return nights.stored_spec(history) or nights.spec_without_model(files.folder, files.to_read)
 
 
+_DAMAGED = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)  # a JSON file
+
+
 def is_without_model(state: Path) -> bool:
     "Whether the last run with this state folder had no model."
-    with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+    with suppress(*_DAMAGED):
         return json.loads((state / SENSORS_JSON).read_bytes())["evaluation"] == _NO_MODEL
     return False
 
@@ -988,36 +998,104 @@ def _refuse_other_model(history: History, digest: str, named: str) -> None:
 _USABLE = "SELECT coalesce(sum(sensors), 0) FROM parts"  # sensor-nights
 
 
-def _joined(done: NightlyRun, found: Any) -> NightlyRun:
-    "Add the events of a `PairsRun`, also to the reasons of the sensors at their ends."
+def _joined(
+    done: NightlyRun, events: Sequence[Mapping[str, Any]], features: Iterable[Mapping[str, Any]]
+) -> NightlyRun:
+    "Add events, the most certain first, with their lines on a map, also to the reasons of the sensors at their ends."
     said: dict[str, list[str]] = defaultdict(list)
-    for event in found.events:
-        for name in event.row[:2]:
-            said[name].append(f"Noise {event.row.event}.")
+    for event in events:
+        for end in "ab":
+            said[event[end]].append(f"Noise {event['event']}.")
+    for places in said.values():
+        if len(places) > _MOST_SAID:
+            places[_MOST_SAID:] = [f"And {how_many(len(places) - _MOST_SAID, 'more place')}."]
     rows = (replace(r, reason=" ".join((r.reason, *said[text_key(r.sensor)])).strip()) for r in done.sensors)
-    problems = (f"pairs: {text} ({how_many(n, 'pair')})" for text, n in islice(found.problems.items(), 3))
+    named = {event["event"] for event in events}
     return replace(
         done,
         sensors=tuple(rows),
-        events=tuple(event.row._asdict() for event in found.events),
-        event_lines=tuple(found.layer["features"]),
-        notes=(*done.notes, *problems),
+        events=tuple(events),
+        event_lines=tuple(x for x in features if x["properties"].get("event") in named),
     )
 
 
+def _leaks(history: History, visits: Iterable[nights.Visit]) -> dict[str, str]:
+    "Return the night of the newest visit to each logger that found a leak."
+    stored = ((s, found[-1]) for s, found in nights.stored_visits(history).items() if len(found) > 1)
+    new = ((v.sensor, v.night) for v in visits if v.outcome == "leak")
+    return {text_key(sensor): night for sensor, night in sorted((*stored, *new), key=lambda x: x[1])}
+
+
+def _with_last_events(done: NightlyRun, leaks: Mapping[str, str]) -> NightlyRun:
+    "Add the events of the last list, without places that were repaired since: a new correlation may fail or be stopped."
+    layer = done.state / VISITS_GEOJSON
+    with suppress(*_DAMAGED):
+        last = json.loads((done.state / SENSORS_JSON).read_bytes())
+        after = last["last_night"]
+        events = [x for x in last["events"] if all(leaks.get(x[end], "") < after for end in "ab")]
+        return _joined(done, events, json.loads(layer.read_bytes())["features"] if layer.exists() else ())
+    return done
+
+
 def _locate(
-    done: NightlyRun, parts: Any, pairs: str | os.PathLike, manifest: Manifest | None, show: str
+    done: NightlyRun,
+    known: NightlyRun,  # with the events of the last list, which stay if the correlation fails
+    parts: Any,
+    pairs: str | os.PathLike,
+    leaks: Mapping[str, str],  # as of `_leaks`
+    manifest: Manifest | None,
+    show: str,
 ) -> NightlyRun:
-    "Correlate pairs, and write the tables of `parts` again with the events; what fails is a warning."
+    "Correlate pairs, and write the tables of `parts` again with the events that no repair has ended; what fails is a warning."
     given: dict[str, Any] = {"manifest": manifest, "places": in_degrees(parts[-1]), "progress": show}
     try:
         # a public function: an extra imports no other one
-        done = _joined(done, leakmel.correlate_pairs(done.folder, pairs, done.state / PAIRS, **given))
+        found = leakmel.correlate_pairs(done.folder, pairs, done.state / PAIRS, **given)
+        problems = [f"{text} ({how_many(n, 'pair')})" for text, n in islice(found.problems.items(), 3)]
+        why = "" if found.pairs else "; ".join(problems)
     except LeakmelError as e:
         why = " ".join(str(e).split())
-        done = replace(done, pairs_failed=f"the sensors are listed, but pairs were not correlated: {why}")
+    if why:
+        done = replace(known, pairs_failed=f"the sensors are listed, but pairs were not correlated: {why}")
+    else:
+        events = []
+        for row, _, own, _ in found.events:
+            repaired = max(leaks.get(row.a, ""), leaks.get(row.b, ""))
+            if any(x.verdict == "found" and x.night > repaired for x in own):
+                events.append(row._asdict())
+        notes = (*done.notes, *(f"{_OF_PAIRS}{text}" for text in problems))
+        done = _joined(replace(done, notes=notes), events, found.layer["features"])
     write_tables(done, *parts)
     return done
+
+
+def _check_pairs(file: str | os.PathLike | None) -> None:
+    "Check before recordings are read that a table of pairs, if there is one, has its columns; raises DataError."
+    if file is not None:
+        csv_table(Path(file), read_text(file), ["a", "b", "length_m"]).records("a", "b", "length_m")
+
+
+def _handed_over(
+    done: NightlyRun,
+    history: History,
+    visits: Sequence[nights.Visit],
+    parts: Any,  # of the tables, as for `write_tables`
+    notify: str | None,
+    pairs: str | os.PathLike | None,
+    manifest: Manifest | None,
+    show: str,
+) -> NightlyRun:
+    "Write the tables, send messages, and only then correlate pairs, which may take hours."
+    leaks = _leaks(history, visits)
+    known = done if pairs is None else _with_last_events(done, leaks)
+    write_tables(known, *parts)
+    messages = None
+    if notify is not None:
+        visited_on = {sensor: found[-1] for sensor, found in nights.stored_visits(history).items()}
+        messages = deliver(notify, done.to_visit, done.state, parts[-1], visited_on)
+    if pairs is not None:
+        done = _locate(done, known, parts, pairs, leaks, manifest, show)
+    return replace(done, messages=messages)
 
 
 def nightly(
@@ -1051,6 +1129,7 @@ def nightly(
     rule = nights.Budget(budget)
     require_count("audits", audits, 0, 1000)
     check_address(notify)
+    _check_pairs(pairs)
     source = Folder(folder)
     target = _check_state(state, source.path)
     tables = _tables(target / VISITS_CSV, visited)
@@ -1100,12 +1179,9 @@ def nightly(
             site_outlook=site_outlook(labelled),
         )
         places = _places(rows, manifest)
-        visited_on = {sensor: nights_of[-1] for sensor, nights_of in nights.stored_visits(history).items()}
         parts = (_clips(done, files.paths, spec), visit_labels(labelled, detector) if tables else "", places)
-        write_tables(done, *parts)
-        done = done if pairs is None else _locate(done, parts, pairs, manifest, progress)
-    messages = None if notify is None else deliver(notify, done.to_visit, target, places, visited_on)
-    return replace(done, messages=messages, seconds=time.perf_counter() - began)
+        done = _handed_over(done, history, used, parts, notify, pairs, manifest, progress)
+    return replace(done, seconds=time.perf_counter() - began)
 
 
 def _tables(own: Path, visited: str | os.PathLike | None) -> list[Path]:
