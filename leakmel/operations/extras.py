@@ -578,9 +578,8 @@ class Correlate(Operation):
             user_path(self.state) if self.state else runs_folder() / "pairs",
             manifest=manifest,
             places=in_degrees(places_of(manifest)),
-            clock_error_s=0.0005 if self.clock_error_s is None else self.clock_error_s,
-            distance_error_m=0.1 if self.distance_error_m is None else self.distance_error_m,
             progress=run.progress,
+            **{k: v for k, v in values_of(self, "clock_error_s distance_error_m").items() if v is not None},
         )
         # no pair has a night, and something is wrong
         is_ok = bool(done.pairs) or not done.problems

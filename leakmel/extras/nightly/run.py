@@ -734,12 +734,12 @@ def other_rows(sensors: Sequence[nights.SensorRow], last: str) -> list[str]:
     lines = [
         "\t".join(
             (
-                *(
-                    r.sensor,
-                    f"{r.visit}: {r.reason}" if r.visit else "",
-                    "" if r.health == "ok" else r.health,
-                ),
-                *(f"{r.evidence:.3g}", str(r.leak_score), str(r.nights)),
+                r.sensor,
+                f"{r.visit}: {r.reason}" if r.visit else "",
+                "" if r.health == "ok" else r.health,
+                f"{r.evidence:.3g}",
+                str(r.leak_score),
+                str(r.nights),
                 "" if r.last_night == last else r.last_night,
             )
         )
